@@ -18,7 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,7 +123,7 @@ def planned(case: ShardCase) -> tuple[UpdatePlan, ModelFacts, float]:
     hf = load_hf_config(ModelConfig(hf_config=known[case.model]))
     table = WeightTable.of(hf)
     tensors, shapes = tensors_of(table), table.shapes()
-    layout = replace(ServerLayout.of(hf, case.server_tp, case.server_ep), attention_dp=case.attention_dp)
+    layout = ServerLayout.of(hf, case.server_tp, case.server_ep, attention_dp=case.attention_dp)
     storages = tuple(predicted_storage(layout, rank, tensors, shapes) for rank in range(case.server_tp))
     start = time.process_time()
     trainer = trainer_storages(table, coordinates(case), tensors)

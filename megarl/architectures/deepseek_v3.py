@@ -96,7 +96,7 @@ def halves_or_unscaled(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> bo
     return rotates_halves(values, mixers) or bool(rope_scaling(values)["rope_type"] == "default")
 
 
-SERVED = ServedClass(wrong=other_yarn, rope_types=("default", "yarn"))
+SERVED = ServedClass(wrong=other_yarn, rope_types=("default", "yarn"), attention_dp=True)
 ARCHITECTURE = Architecture(
     model_type="deepseek_v3",
     keys={

@@ -48,5 +48,5 @@ ARCHITECTURE = Architecture(
     fields=("num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"),
     draft=AFTER_LAYERS,
     refusals=(check_routing,),
-    served=ServedClass(tied=False),
+    served=ServedClass(tied=False, attention_dp=True),
 )

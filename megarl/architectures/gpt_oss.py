@@ -72,5 +72,5 @@ ARCHITECTURE = Architecture(
     # SGLang reads the factor of the gate under another name
     written=lambda values: {"hidden_act_alpha": values["swiglu_alpha"]},
     refusals=(refuse_other_gates,),
-    served=ServedClass(tied=False, windows=True, needs_gpu=True),
+    served=ServedClass(tied=False, windows=True, attention_dp=True, needs_gpu=True),
 )

@@ -70,5 +70,5 @@ ARCHITECTURE = Architecture(
     experts=MixtureTraits(mixture, names=("num_local_experts", "num_experts")),
     written=serving_keys,
     refusals=(_check,),
-    served=ServedClass(tied=False, needs_gpu=True),
+    served=ServedClass(tied=False, attention_dp=True, needs_gpu=True),
 )

@@ -51,5 +51,5 @@ ARCHITECTURE = Architecture(
     + (shared_gate("mlp.shared_expert_gate"),),
     attention=AttentionTraits(windows="every_other", qkv_bias="qkv_bias"),
     experts=MixtureTraits(mixture, optional=True),
-    served=ServedClass(tied=False, head_dim=False, needs_gpu=True),
+    served=ServedClass(tied=False, head_dim=False, attention_dp=True, needs_gpu=True),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.architectures.base import COMMON_NULL, LAYER_WINDOWS, QWEN, Architecture
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import AttentionTraits, attention_rules
 from megarl.models.layers.mlp.plain import DENSE
@@ -13,4 +14,5 @@ ARCHITECTURE = Architecture(
     null=(*COMMON_NULL, "num_key_value_heads", "sliding_window", "layer_types"),
     tensors=OUTER + attention_rules() + DENSE,
     attention=AttentionTraits(windows="chosen", qk_norm=True),
+    served=ServedClass(attention_dp=True),
 )

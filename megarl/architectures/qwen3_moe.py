@@ -44,5 +44,5 @@ ARCHITECTURE = Architecture(
     tensors=OUTER + attention_rules() + DENSE + expert_rules("mlp", "gate_proj", "up_proj", "down_proj"),
     attention=AttentionTraits(windows="all_if_used", qk_norm=True),
     experts=MixtureTraits(mixture, names=("num_experts", "num_local_experts"), optional=True),
-    served=ServedClass(tied=False),
+    served=ServedClass(tied=False, attention_dp=True),
 )

@@ -93,7 +93,7 @@ hybrid = partial(
     wiring=hybrid_wiring,
     draft=APART,
     written=serving_keys,
-    served=ServedClass(needs_gpu=True),
+    served=ServedClass(attention_dp=True, needs_gpu=True),
     refusals=(refuse_odd_heads,),
 )
 
@@ -116,6 +116,6 @@ ARCHITECTURE = hybrid(
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=True) + DENSE + MIXTURE,
     experts=MixtureTraits(mixture, optional=True),
     # SGLang's configuration class fails for other kinds of RoPE
-    served=ServedClass(tied=False, rope_types=("default", "linear"), needs_gpu=True),
+    served=ServedClass(tied=False, rope_types=("default", "linear"), attention_dp=True, needs_gpu=True),
     fields=("num_experts",),
 )

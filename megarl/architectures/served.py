@@ -25,6 +25,9 @@ class ServedClass:
     rope_types: tuple[str, ...] | None = None
     # the only theta with which the class computes RoPE; None: the class reads the config's theta
     rope_theta: float | None = None
+    # whether groups of a server's ranks can compute the attention of different samples; in other classes all ranks
+    # add up one sum
+    attention_dp: bool = False
     # whether SGLang computes the model on GPUs only, or a function that returns this for the arguments of `wrong`
     needs_gpu: bool | Callable[[Mapping[str, Any], Sequence[Mixer]], bool] = False
 

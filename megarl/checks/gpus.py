@@ -21,7 +21,7 @@ def check_machine_gpus(config: RunConfig, placement: Placement, job: str, checks
     servers, beside, refused, uneven = config.rollout.servers, 0, False, False
     if servers is not None:
         beside = occupied(config, placement) - workers if job != "sft" and not servers.urls else 0
-        refused = servers.dp_size > 1 or bool(beside and placement.request_workers and cluster.nnodes > 1)
+        refused = bool(beside and placement.request_workers and cluster.nnodes > 1)
         uneven = bool(beside and servers.servers * servers.nnodes % cluster.nnodes)
     # Other checks report settings that servers refuse, and workers or servers that machines cannot share evenly.
     if refused or workers % cluster.nnodes or uneven:

@@ -64,7 +64,7 @@ def _check_room(
 ) -> None:
     """Check that the team's machines have enough GPUs for all servers. `machines`: the team's workers on each."""
     section, key = config.rollout.servers_key, devices_key(config, team)
-    ranks, nnodes = servers.tp_size, servers.nnodes  # dp_size adds no ranks: another check refuses values above 1
+    ranks, nnodes = servers.ranks, servers.nnodes
     needed, most = servers.servers * ranks, most_servers(max(1, ranks // nnodes), machines, nnodes)
     if not machines or servers.servers <= most or ranks % nnodes:
         return

@@ -67,7 +67,12 @@ class SGLangConfig(Section):
     nnodes: PositiveInt = Field(
         1, description="machines per server, a divisor of tp_size; each has equally many of the server's ranks"
     )
-    dp_size: PositiveInt = Field(1, description="data-parallel replicas inside a server")
+    attention_dp: PositiveInt = Field(
+        1,
+        description="groups of ranks of a server that compute the attention of different samples, a divisor of "
+        "tp_size: each group has all heads and a cache of its own. Feed-forward layers and experts are still divided "
+        "among all ranks. For models whose keys and values many ranks would hold otherwise, such as DeepSeek-V3",
+    )
     gpus: list[NonNegativeInt] | None = Field(
         None,
         description="devices of each machine that servers use, in order; null: the devices after the trainer's, or "
@@ -87,7 +92,8 @@ class SGLangConfig(Section):
     )
     max_total_tokens: PositiveInt | None = Field(
         None,
-        description="tokens that fit in a server's key/value cache; null: as many as memory allows, 65536 on a CPU",
+        description="tokens that fit in a server's key/value cache, or in that of each of its attention_dp groups; "
+        "null: as many as memory allows, 65536 on a CPU",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
         "auto",
@@ -199,7 +205,12 @@ class SGLangConfig(Section):
     @property
     def ranks(self) -> int:
         """Number of devices per server."""
-        return self.tp_size * self.dp_size
+        return self.tp_size
+
+    @property
+    def attention_tp(self) -> int:
+        """Number of ranks that share the attention heads, and the same samples."""
+        return max(1, self.tp_size // self.attention_dp)
 
     @property
     def ranks_per_node(self) -> int:

@@ -90,6 +90,7 @@ class Choice:
                 servers=spread.servers,
                 tp_size=spread.tp_size,
                 ep_size=math.gcd(rollout.sglang.ep_size, spread.tp_size),
+                attention_dp=math.gcd(rollout.sglang.attention_dp, spread.tp_size),
                 nnodes=1,
                 colocated=spread.colocated,
                 memory_fraction=rollout.sglang.memory_fraction if spread.colocated else None,

@@ -34,6 +34,7 @@ class Decoder:
     etp: int = 0  # ranks that share an expert of an embedded engine; 0: a server, whose experts tp always divides
     vpp: int = 1  # parts of each stage, which take turns
     cache_dtype: str = ""  # dtype of the KV cache; empty: the dtype of the weights
+    attention_dp: int = 1  # groups of a server's ranks, each of which computes the attention of its own samples
 
     @cached_property
     def _counter(self) -> FlopCounter:
@@ -50,7 +51,18 @@ class Decoder:
     @cached_property
     def key_bytes(self) -> float:
         """Bytes of keys and values of one token on a rank, over all layers."""
-        return key_value_bytes(self.facts, self.tp, self.cache_dtype or self.dtype)
+        return key_value_bytes(self.facts, self._attention_tp, self.cache_dtype or self.dtype)
+
+    @property
+    def _attention_tp(self) -> int:
+        """Number of ranks that share the attention heads, and the same samples."""
+        return max(1, self.tp // self.attention_dp)
+
+    @cached_property
+    def _mixing(self) -> tuple[float, float]:
+        """The parameters of all layers' mixers, and the FLOPs of their products for one token."""
+        kinds, facts = {mixer.kind for mixer in self.facts.mixers}, self.facts
+        return sum(facts.parameters_of[kind] for kind in kinds), 2.0 * sum(facts.multiplied_of[kind] for kind in kinds)
 
     @property
     def _holders(self) -> int:
@@ -71,19 +83,24 @@ class Decoder:
         """
         facts, given, rate = self.facts, self.given, self.hardware.memory_tb_s * 1e12 * self.given.memory_share
         experts = facts.layers * facts.expert_parameters
-        read = (facts.parameters - experts) / self.tp
+        mixing, mixing_flops = self._mixing
+        read = (facts.parameters - experts - mixing) / self.tp + mixing / self._attention_tp
         if experts:
             # Ranks of one tensor-parallel group have the same rows.
             tokens = running * max(1.0, self._gathered / self.tp)
             read += experts / self._holders * (1 - (1 - facts.experts_per_token / facts.experts) ** tokens)
-        weights, caches = read * BYTES[self.dtype], self.key_bytes * context * running
+        group = running / self.attention_dp  # samples of a group of ranks
+        weights, caches = read * BYTES[self.dtype], self.key_bytes * context * group
         # Stages work in turn, so a token waits for the bytes and products of all stages.
-        peak, filled = self.hardware.peak(self.dtype) * self.tp, running / (running + given.gemm_half_rows)
+        peak = self.hardware.peak(self.dtype) * self.tp
         scores = running * sum(
             each * min(context, window or context) for window, each in self._counter.per_decoded_pair.items()
         )
-        dense = self._counter.per_token + self._counter.per_head_token - self._expert_flops
-        products = running * dense / (peak * given.gemm_share * filled) + self._expert_products(running)
+        dense = self._counter.per_token + self._counter.per_head_token - self._expert_flops - mixing_flops
+        filling = running + given.gemm_half_rows, group + given.gemm_half_rows
+        # running * FLOPs / (peak * share), where a product's share is rows / (rows + half the rows of its best)
+        products = (dense * filling[0] + mixing_flops * self.attention_dp * filling[1]) / (peak * given.gemm_share)
+        products += self._expert_products(running)
         # A layer's products and its attention follow each other; each takes the time of its bytes or its FLOPs.
         seconds = max(weights / rate, products) + max(caches / rate, scores / (peak * given.gemm_share))
         routers = facts.copies["router"] * facts.experts / self.ep
@@ -107,10 +124,14 @@ class Decoder:
         facts, links, mixed, group = self.facts, self._links, self.facts.copies["router"], self._gathered
         whole = rows * facts.hidden * BYTES[self.dtype]
 
-        def sums(number: int, size: int, rows: int = 1) -> float:
+        def sums(number: int, size: int, rows: float = 1) -> float:
             return links.ring(number * 2 * (size - 1) / size * rows * whole, size, steps=2 * number, sums=True)
 
-        seconds = sums(2 * facts.layers - (mixed if self.etp else 0), self.tp)
+        if self.attention_dp > 1:
+            # The samples of all groups are gathered before each feed-forward part, and its sums are scattered.
+            seconds = sums(facts.layers, self.tp) + sums(facts.layers, self._attention_tp, 1 / self.attention_dp)
+        else:
+            seconds = sums(2 * facts.layers - (mixed if self.etp else 0), self.tp)
         if group > 1:  # the rows of all ranks are gathered, and their sums are scattered back
             seconds += links.ring(mixed * (group - 1) * whole, group, steps=mixed) + sums(mixed, group, group)
         elif mixed and self.etp:

@@ -26,6 +26,7 @@ from megarl.planning.shards import (
     MASTER_BYTES,
     STREAMED_BYTES,
     Sizes,
+    attention_copies,
     key_value_bytes,
     known_sizes,
     layout_key,
@@ -286,7 +287,10 @@ def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Return the bytes of weights on each GPU of a server, without the key/value cache."""
     servers = config.rollout.sglang
     split = ParallelConfig(tp=servers.tp_size, ep=servers.ep_size, etp=max(1, servers.tp_size // servers.ep_size))
-    return parameter_bytes(facts, split, config.rollout_dtype)
+    size = parameter_bytes(facts, split, config.rollout_dtype)
+    if servers.attention_dp > 1:
+        size += attention_copies(facts, servers.tp_size, servers.attention_tp) * BYTES[config.rollout_dtype]
+    return size
 
 
 def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
@@ -298,6 +302,7 @@ def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
     # Extra arguments may quantise the weights, or place them elsewhere.
     least = 0.0 if servers.extra_args else size / BYTES[config.rollout_dtype] if config.sync.fp8 else size
     keys = "rollout.sglang.tp_size, rollout.sglang.ep_size"
+    keys += ", rollout.sglang.attention_dp" if servers.attention_dp > 1 else ""
     return [Term(_SERVER_WEIGHTS, size, keys, least)]
 
 
@@ -306,7 +311,7 @@ def _server_cache(config: RunConfig, sizes: Sizes, share: float, free: float) ->
     servers, facts = config.rollout.sglang, known_sizes(sizes, Role.ROLLOUT)
     size = max(0.0, (servers.memory_fraction or share) * free - server_bytes(config, facts))
     if servers.max_total_tokens is not None:
-        size = min(size, servers.max_total_tokens * key_value_bytes(facts, servers.tp_size, config.cache_dtype))
+        size = min(size, servers.max_total_tokens * key_value_bytes(facts, servers.attention_tp, config.cache_dtype))
     # Extra arguments may change the share, and without a share SGLang chooses it.
     least = 0.0 if servers.extra_args or servers.memory_fraction is None else size
     return Term(SERVER_CACHE, size, "rollout.sglang.memory_fraction, rollout.sglang.max_total_tokens", least)

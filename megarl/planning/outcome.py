@@ -41,7 +41,7 @@ class ServerRoom:
     ranks: int  # devices per engine
     weights: float  # bytes of weights per device
     bytes: float  # bytes per device for keys and values
-    tokens: float  # tokens that fit into one engine
+    tokens: float  # tokens that fit into one engine, or into one attention group of a server
     slots: float  # samples that an engine decodes at the same time; 1 if not even one fits
     longest: float  # tokens of the longest sample, prompt included
     certain: bool = True  # whether the recipe sets how much of a device a server takes; otherwise SGLang chooses it

@@ -119,9 +119,9 @@ class Search:
         trains, generates = self._training_flops / (rate * spread.trainers()), 0.0
         if spread.servers and not config.rollout.oversamples:  # oversampled rounds overlap, without a simple bound
             servers, work = config.rollout.sglang, Workload.of(config, given)
-            ep = math.gcd(servers.ep_size, spread.tp_size)
-            sizes = config.rollout_dtype, spread.tp_size, 1, ep
-            decoder = Decoder(self._facts, *sizes, self._hardware, given, cache_dtype=config.cache_dtype)
+            ep, groups = (math.gcd(size, spread.tp_size) for size in (servers.ep_size, servers.attention_dp))
+            sizes, cache = (config.rollout_dtype, spread.tp_size, 1, ep), config.cache_dtype
+            decoder = Decoder(self._facts, *sizes, self._hardware, given, cache_dtype=cache, attention_dp=groups)
             flows = not config.async_.in_order
             most = servers.max_concurrency or work.number
             generates = total(decoder.generate(work, spread.servers, most, flows=flows))

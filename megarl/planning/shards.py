@@ -128,6 +128,14 @@ def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[str, int]:
     return counts
 
 
+def attention_copies(facts: ModelFacts, tp: int, attention_tp: int) -> float:
+    """Return how many more parameters a rank of a server has if only `attention_tp` of its `tp` ranks share the
+    attention heads and the rows of the embedding."""
+    more, fewer = _elements(facts, attention_tp, 1), _elements(facts, tp, 1)
+    times = {"embedding": 1, **Counter(mixer.kind for mixer in facts.mixers)}
+    return float(sum(count * (more[part] - fewer[part]) for part, count in times.items()))
+
+
 def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig) -> tuple[float, float]:
     """Return the (dense, expert) parameters of adapters on a rank; a stage has its share of the layers, and the first
     one those of a vision encoder."""

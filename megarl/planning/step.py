@@ -158,8 +158,9 @@ class StepFormulas:
         config, facts = self.config, self.served
         servers = config.rollout.servers
         if servers is not None:
-            sizes = config.rollout_dtype, servers.tp_size, 1, servers.ep_size
-            return Decoder(facts, *sizes, self.hardware, self.given, cache_dtype=config.cache_dtype)
+            sizes, groups = (config.rollout_dtype, servers.tp_size, 1, servers.ep_size), servers.attention_dp
+            cache = config.cache_dtype
+            return Decoder(facts, *sizes, self.hardware, self.given, cache_dtype=cache, attention_dp=groups)
         parallel = self.placement.home(Role.ROLLOUT).parallel
         tp, pp, ep, etp = parallel.tp, parallel.pp, parallel.ep, parallel.expert_tp
         hardware = self.hardware.while_others_wait(pp)
@@ -176,18 +177,19 @@ class StepFormulas:
             most = self.placement.home(Role.ROLLOUT).parallel.most_layers(layers)
             return self._embedded_room(token * most / layers)
         tokens = min(self._server_cache() / token, servers.max_total_tokens or float("inf"))
-        sample = work.prompt + work.lengths.expected
-        fitting = int(tokens / sample)
+        sample, groups = work.prompt + work.lengths.expected, servers.attention_dp
+        fitting = int(tokens / sample) * groups
         slots = float(max(1, min(servers.max_concurrency or fitting, fitting)))
         sure = servers.memory_fraction is not None and not servers.extra_args
         size = tokens * token
+        # the tokens of one group, because a sample's keys and values lie in one
         return ServerRoom(servers.count, servers.ranks, self.server_weights, size, tokens, slots, self._longest, sure)
 
     @cached_property
     def _spread(self) -> tuple[object, ...]:
         servers = self.config.rollout.sglang
         teams = ((team.name, repr(team.parallel), team.devices) for team in self.placement.teams)
-        return (servers.tp_size, servers.ep_size, servers.colocated, *teams)
+        return (servers.tp_size, servers.ep_size, servers.attention_dp, servers.colocated, *teams)
 
     def _server_cache(self) -> float:
         """Return a server device's bytes for keys and values, cached for plans that differ only in an update's memory.
@@ -241,7 +243,7 @@ class StepFormulas:
         # a generating node without `resamples` adds one greedy response to every prompt
         room, all_of_them = self.room, node.declared.resamples
         decoder = self.decoder
-        layout = (decoder.tp, decoder.pp, decoder.ep, decoder.etp, decoder.vpp)
+        layout = (decoder.tp, decoder.pp, decoder.ep, decoder.etp, decoder.vpp, decoder.attention_dp)
         key = ("generate", all_of_them, layout, room.engines, room.slots)
         if key not in self.memo:
             work, times = replace(self.work, samples=1), 1.0
@@ -329,6 +331,8 @@ class StepFormulas:
         """Return the costs of a weight update in which trainer ranks send their shards directly to the server ranks
         that store them (formula W2 of docs/planning.md)."""
         size = self.served.parameters * BYTES[self.config.rollout_dtype]
+        if self.config.rollout.sglang.attention_dp > 1:  # several ranks of a server store the same heads
+            size = self.server_weights * ranks
         fullest = fullest_stage(self.served, actor.parallel)
         near = self.config.rollout.colocated
         update = ShardUpdateSize(size, actor.devices, fullest, servers, ranks, near)

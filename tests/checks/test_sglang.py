@@ -22,6 +22,7 @@ from megarl.system.errors import ConfigError
 from tests.models.tiny import EXTRA, tiny_dict
 
 BLOCKS = ["model.hf_config={head_dim: 128, intermediate_size: 512}"]  # whole blocks of FP8
+GROUPS = ["rollout.sglang.tp_size=2", "rollout.sglang.attention_dp=2"]
 URLS = "rollout.sglang.urls=[http://127.0.0.1:1]"
 
 
@@ -258,7 +259,16 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
             ["cluster.nproc=2", "cluster.nnodes=2", "rollout.sglang.servers=2", "rollout.sglang.host=10.0.0.1"],
             "rollout.sglang.host",
         ),
-        (["rollout.sglang.dp_size=2"], "rollout.sglang.dp_size"),
+        (["rollout.sglang.tp_size=2", "rollout.sglang.attention_dp=4"], "rollout.sglang.attention_dp"),
+        (
+            [*GROUPS, "rollout.sglang.speculative={algorithm: NGRAM}"],
+            "rollout.sglang.speculative.algorithm",
+        ),
+        (
+            [*GROUPS, "rollout.sglang.extra_args=[--enable-dp-lm-head]"],
+            "rollout.sglang.extra_args",
+        ),
+        (["rollout.sglang.extra_args=[--attn-dp-size,'2']"], "rollout.sglang.extra_args"),
         (["rollout.sglang.extra_args=[--host,0.0.0.0]"], "rollout.sglang.extra_args"),
         (["rollout.sglang.extra_args=[--hos=0.0.0.0]"], "rollout.sglang.extra_args"),
         (["cluster.nproc=2", "sync.timeout_s=600"], "sync.timeout_s"),
@@ -408,9 +418,19 @@ def test_models_that_servers_would_compute_otherwise_are_refused(
     assert reason is None or reason in messages[0]
 
 
-def test_replicas_inside_a_server_become_servers_only_where_there_are_gpus(failures, on) -> None:
-    (check,) = failures(*on, "rollout.sglang.dp_size=2", "rollout.sglang.servers=8")
-    assert check.fix == "set rollout.sglang.dp_size=1, and use several servers instead (rollout.sglang.servers)"
+def test_only_some_classes_have_data_parallel_attention(failures, on) -> None:
+    assert failures(*on, *GROUPS) == []  # a qwen3
+    llama = f"model.hf_config={json.dumps(tiny_dict('llama', vocab_size=20))}"
+    (check,) = failures(*on, *GROUPS, llama)
+    assert check.key == "rollout.sglang.attention_dp"
+    assert "1; more for deepseek_v3, glm4_moe, " in check.allowed
+
+
+def test_heads_are_shared_by_the_ranks_of_a_group(failures, on) -> None:
+    model = f"model.hf_config={json.dumps(tiny_dict('qwen3', vocab_size=20, num_attention_heads=4))}"
+    assert failures(*on, model, "rollout.sglang.tp_size=8", "rollout.sglang.attention_dp=4") == []
+    (check,) = failures(*on, model, "rollout.sglang.tp_size=24", "rollout.sglang.attention_dp=4")
+    assert (check.key, check.allowed) == ("rollout.sglang.tp_size", "4, 8, 16")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from tests.planning.planned import H100, IDEAL
 from tests.planning.test_passes import DENSE, EXPERTS
 
 
-def decoder(facts=DENSE, given=IDEAL, tp=1, pp=1, ep=1, hardware=H100, etp=0, vpp=1):
-    return Decoder(facts, "bf16", tp, pp, ep, hardware, given, etp, vpp)
+def decoder(facts=DENSE, given=IDEAL, tp=1, pp=1, ep=1, hardware=H100, etp=0, vpp=1, attention_dp=1):
+    return Decoder(facts, "bf16", tp, pp, ep, hardware, given, etp, vpp, attention_dp=attention_dp)
 
 
 def test_a_step_reads_weights_and_caches():
@@ -38,6 +38,28 @@ def test_ranks_share_weights_and_copy_heads():
     """Eight key/value heads on 16 ranks: each rank has one of them, as on 8."""
     assert decoder(tp=2).key_bytes == decoder().key_bytes / 2
     assert decoder(tp=16).key_bytes == decoder(tp=8).key_bytes
+
+
+def test_a_group_of_ranks_reads_the_attention_and_its_own_samples():
+    """G2: of 4 ranks in 2 groups each reads half of the attention and of the heads of half of the samples."""
+    attention = 2 * DENSE.parameters_of["attention"]
+    rest, caches = 2 * DENSE.parameters - attention, 1000 * 2 * 8 * 8 * 64 * 2
+    assert decoder(tp=4, attention_dp=2).step(8, 1000)[1] == pytest.approx(rest / 4 + attention / 2 + caches / 2 * 4)
+    assert decoder(tp=4).step(8, 1000)[1] == pytest.approx((rest + attention) / 4 + caches / 4 * 8)
+
+
+def test_groups_exchange_rows_once_per_layer():
+    """G2: 2 all-reduces per layer among 4 ranks become one, and one of half the rows among the 2 ranks of a group."""
+    slow = replace(H100, node_gb_s=1.0)
+    rows = 8 * DENSE.hidden * 2 / 1e9
+
+    def meets(**sizes):
+        return decoder(hardware=slow, **sizes).step(8, 1)[0] - decoder(**sizes).step(8, 1)[0]
+
+    fast = 1 / H100.node_gb_s
+    assert meets(tp=4) == pytest.approx(DENSE.layers * 2 * 2 * 3 / 4 * rows * (1 - fast))
+    assert meets(tp=4, attention_dp=2) == pytest.approx(DENSE.layers * (2 * 3 / 4 + 2 * 1 / 2 / 2) * rows * (1 - fast))
+    assert meets(tp=4, attention_dp=4) == pytest.approx(DENSE.layers * 2 * 3 / 4 * rows * (1 - fast))
 
 
 def test_few_samples_meet_few_experts():

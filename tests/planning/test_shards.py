@@ -6,16 +6,22 @@ import itertools
 import math
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
+from megarl.config.sglang import SGLangConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import facts_of
 from megarl.models.weight_table import Coordinate, WeightTable
 from megarl.models.weights.adapters import adapter_slices
+from megarl.planning.memory import server_bytes
 from megarl.planning.shards import checkpoint_bytes, owned_parameters, stage_parameters, state_bytes
 from tests.models.tiny import ARCHITECTURES, tiny_dict
+from tests.sync.layouts import trainer
+from tests.sync.shards.walk import job
 
 LAYOUTS = [
     {},
@@ -138,3 +144,15 @@ def test_what_is_frozen_has_neither_gradients_nor_optimizer_state(freeze):
         math.prod(one.shape) for one in WeightTable.of(hf).shards(Coordinate()) if part_of(one.param) not in freeze
     )
     assert checkpoint_bytes(facts, "bf16") == 2 * facts.parameters + 12 * learn
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_moe"])
+def test_a_server_with_attention_groups_holds_what_its_layout_says(model):
+    """The vocabulary has whole rows on each rank, and norms and routers are the same on all."""
+    changes = {"vocab_size": 256, "tie_word_embeddings": False}
+    made = job(model, trainer(), 4, ep=4, attention_dp=2, changes=changes)
+    elements = [int(rank.parameters.shapes.prod(1).sum()) for rank in made.servers[0].ranks]
+    servers = SGLangConfig(tp_size=4, ep_size=4, attention_dp=2)
+    recipe: Any = SimpleNamespace(rollout=SimpleNamespace(sglang=servers), rollout_dtype="bf16")
+
+    assert server_bytes(recipe, facts_of(made.hf)) == 2 * max(elements)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -54,7 +52,7 @@ def test_rows_of_a_vocabulary_are_padded_for_each_rank() -> None:
 
 
 def test_with_attention_dp_each_rank_has_all_heads() -> None:
-    layout = replace(ServerLayout.of(config("deepseek_v3"), 4), attention_dp=4)
+    layout = ServerLayout.of(config("deepseek_v3"), 4, attention_dp=4)
 
     whole, split = (
         next(layout.parts(3, f"model.layers.0.{name}.weight", torch.ones(96, 32)))[1]

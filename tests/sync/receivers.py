@@ -39,7 +39,9 @@ def fleet_of(urls: list[str], *, external: bool = False) -> ToldFleet:
     return ToldFleet(servers, SGLangConfig(urls=urls if external else []))
 
 
-def weight_sync(chunks: Sequence[Any], fleet: Fleet, config: Any, run_dir: str | Path, tp: int = 1):
+def weight_sync(
+    chunks: Sequence[Any], fleet: Fleet, config: Any, run_dir: str | Path, tp: int = 1, attention_dp: int = 1
+):
     """Weights from all ranks of this world to a fleet whose servers have `tp` ranks."""
     from megarl.rollout.sglang.layout import ServerLayout
     from megarl.rollout.sglang.receiver import SglangReceivers
@@ -48,7 +50,7 @@ def weight_sync(chunks: Sequence[Any], fleet: Fleet, config: Any, run_dir: str |
     # Programs: test_relay_process.py. The process of tests may have a manager of shared memory, which no fork can use.
     if multiprocessing.parent_process() is not None:
         fork_relays()
-    servers = SglangReceivers(fleet, ServerLayout.of(chunks[0].hf_config, tp))
+    servers = SglangReceivers(fleet, ServerLayout.of(chunks[0].hf_config, tp, attention_dp=attention_dp))
     return WeightSync(chunks, servers, config, Path(run_dir), world())
 
 

@@ -2,7 +2,8 @@
 
     python server_class.py CASES.json FOLDER...         FOLDERs are put on the path; CASES.json is a list of cases
 
-A case has the keys `folder`, `dtype`, `tp`, `ep`, `attention`, `buckets`, `changes`, `out`, and maybe `requests`.
+A case has the keys `folder`, `dtype`, `tp`, `ep`, `attention`, `buckets`, `changes`, `out`, and maybe `requests` and
+`attention_dp` (groups of ranks with attention of their own).
 `folder` has a config.json, `buckets` are files of (header, bytes) for megarl's loader, `changes` of patches for the
 same parameters. Each rank of each case is a process forked from this one, and writes to `out` the digests of its
 parameters after the buckets and after the patches. `requests` is a file with a list of requests with images; what
@@ -35,22 +36,26 @@ def built(case: dict, rank: int):
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    tp, ep = case["tp"], case["ep"]
+    tp, ep, groups = case["tp"], case["ep"], case.get("attention_dp", 1)
     settings = {"device": "cpu", "sampling_backend": "pytorch", "attention_backend": case["attention"]}
     switches = {"disable_overlap_schedule": True, "skip_tokenizer_init": True, "disable_shared_experts_fusion": True}
     if case.get("requests"):
         switches["skip_tokenizer_init"] = False
-    arguments = ServerArgs(case["folder"], dtype=case["dtype"], tp_size=tp, ep_size=ep, **settings, **switches)
+    sizes = {"tp_size": tp, "ep_size": ep, "attn_dp_size": groups}
+    arguments = ServerArgs(case["folder"], dtype=case["dtype"], **sizes, **settings, **switches)
     publish(arguments, role="test", ranks=SpawnRanks(world_rank=rank))
     init_distributed_environment(
         world_size=tp, rank=rank, local_rank=rank, backend="gloo", distributed_init_method=f"file://{case['out']}.store"
     )
     initialize_model_parallel(backend="gloo")
+    if groups > 1:
+        initialize_dp_attention(arguments)
     loading = LoadConfig()
     models, configs = [], []
     for folder in [case["folder"], *([case["draft"]] if case.get("draft") else [])]:

@@ -56,10 +56,14 @@ SEEING = {"qwen3_5": WIDE, "qwen3_5_moe": {**WIDE, "shared_expert_intermediate_s
 #: Models whose servers describe their parameters; of other models loading may make something else than boxes.
 DESCRIBED = ("deepseek_v3", "gpt_oss")
 SHARED = ("model.embed_tokens", "lm_head")  # a server's draft model has these in common with its model
-SOON = [("deepseek_v3", 2), ("gpt_oss", 2, 2), ("qwen3_5", 1)]
+GROUPED = [name for name in CASES if ARCHITECTURES[name.split()[0]].served.attention_dp]
+#: Name, ranks, ranks among which experts are shared, groups of ranks with attention of their own.
+SOON = [("deepseek_v3", 2), ("gpt_oss", 2, 2), ("qwen3_5", 1), ("qwen3_5_moe_text", 2, 1, 2)]
 LATER = [
     ("gpt_oss of four key/value heads", 4, 2),
     *((name, tp) for name in (*CASES, *SEEING) for tp in (1, 2) if (name, tp) not in SOON),
+    *((name, 2, 1, 2) for name in GROUPED if name != "qwen3_5_moe_text"),
+    *((name, 4, 2, 2) for name in ("deepseek_v3", "gpt_oss of four key/value heads", "qwen3_next")),
 ]
 
 
@@ -149,7 +153,7 @@ class Prepared:
     of_draft: list[list[dict[str, str]]]  # the same of the draft model; empty: there is none
 
 
-def prepared(folder: Path, name: str, tp: int, ep: int = 1) -> Prepared:
+def prepared(folder: Path, name: str, tp: int, ep: int = 1, groups: int = 1) -> Prepared:
     """Write the files of a case to `folder`."""
     folder.mkdir()
     dtype, samples, more = torch.bfloat16, [], {}
@@ -158,7 +162,7 @@ def prepared(folder: Path, name: str, tp: int, ep: int = 1) -> Prepared:
     else:
         hf = config(name.split()[0], **CASES[name])
     drafts = name not in SEEING and ARCHITECTURES[hf.model_type].draft is not None
-    table, layout = WeightTable.of(hf, draft=drafts), ServerLayout.of(hf, tp, ep)
+    table, layout = WeightTable.of(hf, draft=drafts), ServerLayout.of(hf, tp, ep, attention_dp=groups)
     write_metadata(folder, hf, None, dtype)
     if drafts:  # its files have the config with a draft head; the servers' own config has none
         (folder / "draft").mkdir()
@@ -178,7 +182,8 @@ def prepared(folder: Path, name: str, tp: int, ep: int = 1) -> Prepared:
     # SGLang checks that the kernels have sinks or windows, though nothing is computed here
     attention = {"gpt_oss": "intel_amx", "exaone4": "triton"}.get(name.split()[0], "torch_native")
     files = {key: str(folder / key) for key in ("buckets", "changes", "out")}
-    case = {"folder": str(folder), "dtype": spelled, "tp": tp, "ep": ep, "attention": attention, **files, **more}
+    sizes = {"tp": tp, "ep": ep, "attention_dp": groups}
+    case = {"folder": str(folder), "dtype": spelled, **sizes, "attention": attention, **files, **more}
     model, alone = table.without_draft().shapes(), WorkerGroup.alone()
     of_model = [[(key, tensor) for key, tensor in tensors.items() if key in model] for tensors in (old, new)]
     expected = [expected_checksums(tensors, [layout], dtype, alone, table.float32())[layout] for tensors in of_model]

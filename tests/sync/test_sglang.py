@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megarl.models.weights.metadata import write_metadata
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.probe import greedy_probe
 from megarl.system.compat.sglang import find_python
-from megarl.system.errors import ConfigError
+from megarl.system.errors import ConfigError, ServerError
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
 from tests.rollout.forked import forked_servers
@@ -37,7 +38,7 @@ pytestmark = [
 
 
 @contextlib.contextmanager
-def serving(folder: Path, name: Any, dtype: str = "float32", tp_size: int = 1, **changes):
+def serving(folder: Path, name: Any, dtype: str = "float32", tp_size: int = 1, attention_dp: int = 1, **changes):
     """Address of a server that was started with a tiny model, saved in folder/model, or with transformers' `name`."""
     from megarl.rollout.sglang.server import ServerProcess, ServerSpec, health
 
@@ -46,7 +47,7 @@ def serving(folder: Path, name: Any, dtype: str = "float32", tp_size: int = 1, *
     else:
         (model := name).save_pretrained(folder / "model")
     write_metadata(folder / "model", model.config, None, torch.float32)  # with the keys that only servers read
-    config = SGLangConfig(max_total_tokens=4096, context_length=128, tp_size=tp_size)
+    config = SGLangConfig(max_total_tokens=4096, context_length=128, tp_size=tp_size, attention_dp=attention_dp)
     spec = ServerSpec(0, config, folder / "model", dtype, "127.0.0.1", KEY, folder, cuda=False)
     server = ServerProcess(spec)
     with forked_servers():
@@ -217,9 +218,10 @@ def push_wrong(folder: str, url: str, run_dir: str) -> None:
 
 
 def push_scaled(
-    folder: str, url: str, run_dir: str, cases: list[tuple[dict, dict]], tp: int = 1, first: int = 1
+    folder: str, url: str, run_dir: str, cases: list[tuple[dict, dict]], tp: int = 1, first: int = 1, groups: int = 1
 ) -> list[dict]:
-    """For each (layout, settings): push parameters that the server did not hold before, to one of `tp` ranks.
+    """For each (layout, settings): push parameters that the server did not hold before, to one of `tp` ranks in so many
+    attention groups.
 
     They are scaled by the number of the case, from `first` on.
     """
@@ -238,7 +240,7 @@ def push_scaled(
                     param.mul_(1 + number / 7)
         fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
         config = SyncConfig(**{"transport": "tensor", "verify": "every", "timeout_s": 60.0, **settings})
-        sync = weight_sync(chunks, fleet, config, run_dir, tp=tp)
+        sync = weight_sync(chunks, fleet, config, run_dir, tp, groups)
         found.append(dataclasses.asdict(sync.push(number)))
         sync.close()
     return found
@@ -249,11 +251,13 @@ NARROW = {"moe_intermediate_size": 64, "n_shared_experts": 1, "rms_norm_eps": 1e
 PP2, VPP2, TP2_PP2 = {"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}
 
 
-def assert_all_verified(run_dir: Path, url: str, runs: list[tuple[int, list]], tp: int, parameters: int) -> None:
+def assert_all_verified(
+    run_dir: Path, url: str, runs: list[tuple[int, list]], tp: int, parameters: int, groups: int = 1
+) -> None:
     """Push from trainers of these (processes, cases), one after the other, to one server of `tp` ranks."""
     first = 1
     for processes, cases in runs:
-        run = (str(run_dir / "model"), url, str(run_dir), cases, tp, first)
+        run = (str(run_dir / "model"), url, str(run_dir), cases, tp, first, groups)
         for reports in run_distributed(push_scaled, processes, 240, *run):
             for case, report in zip(cases, reports, strict=True):
                 assert (report["failed"], report["updated"], report["verified"]) == ({}, [0], tp * parameters), case
@@ -317,3 +321,73 @@ def test_a_server_of_two_ranks_holds_every_parameter_on_both(tmp_path, name, tie
     with serving(tmp_path, name, dtype, tp_size=2, **changes) as url:
         assert_all_verified(tmp_path, url, runs, 2, parameters)
         assert_patched(tmp_path, url, 60, 2, wire, parameters)
+
+
+def from_group(api: ServerApi, group: int, tokens: int) -> dict[str, Any]:
+    """A greedy continuation of PROMPT by a group of the server's ranks."""
+    settings = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    payload = {"input_ids": PROMPT, "sampling_params": settings, "return_logprob": True, "routed_dp_rank": group}
+    return api.call("/generate", payload, deadline_s=60.0, phase="test")
+
+
+def scaled_oracle(folder: Path, factor: float) -> list[int]:
+    """transformers' greedy continuation of PROMPT with all parameters times `factor`."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(torch.tensor([PROMPT]), **settings)[0, len(PROMPT) :].tolist()
+
+
+def assert_groups_drop_and_abort(api: ServerApi) -> None:
+    """While a request of the second group runs, /flush_cache fails. An abort ends it."""
+
+    def flush_until_done(running: Future[Any]) -> None:
+        while not running.done():
+            api.call("/flush_cache", {}, deadline_s=60.0, phase="test")
+
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(from_group, api, 1, 40)
+        with pytest.raises(ServerError, match="HTTP 400"):
+            flush_until_done(running)
+        api.call("/abort_request", {"abort_all": True}, deadline_s=60.0, phase="test")
+        running.result()
+    api.call("/flush_cache?timeout=30", deadline_s=60.0, phase="test")
+
+
+MANY = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), ({"ep": 2}, "disk"), ({"tp": 2}, "shards")]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "parameters", "layouts"),
+    [
+        ("deepseek_v3", {**NARROW, "intermediate_size": 128}, 55, {1: [({}, "tensor"), ({}, "shards")]}),
+        pytest.param(
+            *("deepseek_v3", {**NARROW, "intermediate_size": 128}, 55, MANY), marks=pytest.mark.campaign("servers")
+        ),
+        pytest.param("qwen3_moe", {"moe_intermediate_size": 64}, 39, MANY, marks=pytest.mark.campaign("servers")),
+        pytest.param("glm4_moe", NARROW, 51, MANY, marks=pytest.mark.campaign("servers")),
+    ],
+)
+def test_groups_of_ranks_with_attention_of_their_own_hold_the_same_weights(
+    tmp_path, name, changes, parameters, layouts
+):
+    runs = [
+        (processes, [(layout, {"transport": transport}) for layout, transport in several])
+        for processes, several in layouts.items()
+    ]
+    pushes = sum(len(cases) for _, cases in runs)
+    with serving(tmp_path, name, tp_size=2, attention_dp=2, **changes) as url:
+        api = ServerApi(url, KEY, "server 0")
+        for number in (0, pushes):
+            if number:
+                assert_all_verified(tmp_path, url, runs, 2, parameters, groups=2)
+            wanted = scaled_oracle(tmp_path / "model", 1 + number / 7)
+            answers = [from_group(api, group, 8) for group in (0, 1)]
+            assert [answer["output_ids"] for answer in answers] == [wanted, wanted]
+            versions = {answer["meta_info"]["weight_version"].partition("@")[0] for answer in answers}
+            assert versions == {str(number) if number else "default"}
+        assert_groups_drop_and_abort(api)

@@ -36,11 +36,12 @@ def quantization_config(facts: ModelFacts) -> dict[str, Any]:
     }
 
 
-def unsplittable(facts: ModelFacts, tp_size: int, ep_size: int) -> list[str]:
+def unsplittable(facts: ModelFacts, tp_size: int, ep_size: int, attention_dp: int = 1) -> list[str]:
     """Return "NAME WIDTH" of each layer width per server rank that is not a multiple of the FP8 block size."""
+    attention_tp = max(1, tp_size // attention_dp)  # ranks that share the attention heads
     sizes = facts.dimensions
-    heads = max(facts.kv_heads // tp_size, 1) * facts.head_dim  # with more ranks than heads, ranks share a head
-    widths = {"queries": sizes["query"] // tp_size, "keys and values": heads}
+    heads = max(facts.kv_heads // attention_tp, 1) * facts.head_dim  # with more ranks than heads, ranks share a head
+    widths = {"queries": sizes["query"] // attention_tp, "keys and values": heads}
     if sizes["ffn"]:
         widths["feed-forward part"] = sizes["ffn"] // tp_size
     if facts.is_moe:

@@ -19,6 +19,7 @@ from megarl.config.sglang import SGLangConfig, url_problem
 from megarl.dag.placement import Placement
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.gated_delta.plain import GatedDelta
+from megarl.rollout.sglang.attention_dp import check_attention_dp
 from megarl.rollout.sglang.server_places import NAME as _NAME
 from megarl.rollout.sglang.server_places import check_colocated, check_gpus
 from megarl.system.compat.cuda import check_same_nccl, driver_problem, toolkit_problem, version_in
@@ -38,7 +39,8 @@ _OURS = (
     *("--custom-weight-loader", "--host", "--port", "--api-key", "--admin-api-key"),
     *("--tp-size", "--tensor-parallel-size", "--ep-size", "--expert-parallel-size", "--ep", "--tp"),
     *("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-draft-load-format"),
-    *("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--attn-dp-size", "--enable-dp-attention"),
+    *("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--enable-dp-attention"),
+    *("--attn-dp-size", "--attention-data-parallel-size"),
     *("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--pipeline-parallel-size", "--pp"),
 )
 #: Keys of `rollout.sglang` that matter only when megarl starts servers.
@@ -66,6 +68,7 @@ def check_servers(
     request_workers = 0 if placement is None else placement.request_workers
     known = placement is not None or not config.placement.has_several_teams  # whether the servers' GPUs are known
     _check_layout(config, request_workers, checks, known=known)
+    check_attention_dp(config, facts, checks)
     if here and known and launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:
         check_gpus(config, request_workers, checks)
     if facts is not None:
@@ -183,14 +186,6 @@ def _check_layout(config: RunConfig, request_workers: int, checks: Checklist, *,
     servers, nnodes = config.rollout.sglang, config.cluster.nnodes
     groups = f"the {servers.tp_size} tensor-parallel ranks of a server cannot form expert-parallel groups"
     _check_divides("ep_size", servers.ep_size, servers.tp_size, groups, checks, "tp_size")
-    if servers.dp_size > 1:
-        checks.fail(
-            "rollout.sglang.dp_size",
-            "SGLang cannot update the weights of a server with several replicas",
-            found=servers.dp_size,
-            allowed="1",
-            fix="set rollout.sglang.dp_size=1, and use several servers instead (rollout.sglang.servers)",
-        )
     _check_nodes(config, checks)
     if servers.urls:
         return
@@ -223,7 +218,7 @@ def _check_layout(config: RunConfig, request_workers: int, checks: Checklist, *,
     if servers.gpus is not None and len(servers.gpus) != needed:
         checks.fail(
             "rollout.sglang.gpus",
-            f"a machine has {count(needed, 'rank')} of servers (servers * tp_size * dp_size / cluster.nnodes)",
+            f"a machine has {count(needed, 'rank')} of servers (servers * tp_size / cluster.nnodes)",
             found=servers.gpus,
             allowed=f"a list of {count(needed, 'device')}",
             fix="list one device per rank, or set it to null",
@@ -287,8 +282,15 @@ def _check_waiting(config: RunConfig, needed: int, checks: Checklist) -> None:
 def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
     """Check that SGLang supports the model, and that a server's ranks can evenly share its heads and experts."""
     servers = config.rollout.sglang
-    heads = f"the ranks of a server cannot evenly share the model's {facts.heads} attention heads"
-    _check_divides("tp_size", servers.tp_size, facts.heads, heads, checks)
+    ranks = "ranks of an attention_dp group" if servers.attention_dp > 1 else "ranks of a server"
+    if facts.heads % servers.attention_tp:
+        checks.fail(
+            "rollout.sglang.tp_size",
+            f"the {ranks} cannot evenly share the model's {facts.heads} attention heads",
+            found=servers.tp_size,
+            allowed=[servers.attention_dp * size for size in divisors(facts.heads)],
+            fix="change tp_size" + (" or attention_dp" if servers.attention_dp > 1 else ""),
+        )
     if why := facts.wrong_in_sglang or _odd_layers(facts):
         checks.fail(
             "rollout.engine",
@@ -391,7 +393,7 @@ def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
     from megarl.sync.plan import FP8_BLOCK
 
     servers = config.rollout.sglang
-    if wrong := unsplittable(facts, servers.tp_size, servers.ep_size):
+    if wrong := unsplittable(facts, servers.tp_size, servers.ep_size, servers.attention_dp):
         checks.fail(
             "sync.fp8",
             f"a rank of a server would hold parts of blocks of {FP8_BLOCK} x {FP8_BLOCK} weights: {', '.join(wrong)}",

@@ -22,6 +22,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.api import ServerApi, tls_context
 from megarl.rollout.sglang.fleet import LostServer
+from megarl.rollout.sglang.router import AttentionGroups
 from megarl.rollout.sglang.samples import BadAnswerError, OtherPromptError, ServedSample
 from megarl.rollout.sglang.slots import Slots
 from megarl.system.errors import ServerError
@@ -54,6 +55,9 @@ class Dispatch:
         tag: the expected tag of the servers' weights (`version_tag`).
         done: called in the event loop with every finished sample.
         failures: queue into which servers that fail are put; another thread may empty it.
+
+    Attributes:
+        groups: the attention groups of the servers' ranks.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Dispatch:
         self._config, self._servers, self._tag, self._done = config, dict(servers), tag, done
         self._sampling, self._stop_ids = sampling, list(stop_ids)
         self._slots = Slots(servers, config.max_concurrency or _most_requests(len(servers)))
+        self.groups = AttentionGroups(config.attention_dp)
         self._failures = failures
         self._failed: set[int] = set()
         self._watches: list[asyncio.Task[None]] = []
@@ -99,12 +104,14 @@ class Dispatch:
                 continue
             self._servers[number], self._in_flight[number] = server, set()
             self._failed.discard(number)
+            self.groups.drop(number)
             self._slots.add(number)
             self._watches.append(asyncio.create_task(self._watch(number, server)))
 
     def forget(self, prompt: int) -> None:
         """Forget which server has `prompt`, because no more of its samples will be sent."""
         self._slots.forget(prompt)
+        self.groups.forget(prompt)
 
     async def finish(self, samples: Sequence[ServedSample]) -> None:
         """Generate samples of one prompt until they are complete or no server is left.
@@ -171,7 +178,9 @@ class Dispatch:
             if number is None:
                 return None
             request, server, in_flight = uuid.uuid4().hex, self._servers[number], self._in_flight[number]
-            task = asyncio.create_task(self._post(server, payload | {"rid": request}))
+            group = self.groups.take(number, sample.prompt)
+            place = {} if group is None else {"routed_dp_rank": group}
+            task = asyncio.create_task(self._post(server, payload | place | {"rid": request}))
             in_flight.add(task)
             self._requests[id(sample)] = number, request
             try:
@@ -193,6 +202,7 @@ class Dispatch:
                 in_flight.discard(task)
                 if self._servers[number] is server:  # the server was not replaced meanwhile
                     self._slots.give_back(number)
+                    self.groups.give_back(number, group)
 
     async def _late(self, sample: ServedSample, number: int, request: str) -> None:
         """Abort a request that passed its deadline; raise a ServerError if this happened too often for the sample."""

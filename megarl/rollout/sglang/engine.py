@@ -210,6 +210,14 @@ class SglangEngine:
         self._fleet.wait_started()
         self._catch_up()
 
+    @property
+    def first_group(self) -> int:
+        """The attention group of a server that gets this replica's first prompt: replicas that share a server begin
+        with groups that are spread evenly."""
+        total = len(self._fleet.servers)
+        sharing = -(-self.replica.count // total)
+        return self.replica.index // total * self.config.attention_dp // sharing
+
     def servers(self) -> dict[int, ServerApi]:
         """Return the servers to which this replica may send requests now, by number.
 

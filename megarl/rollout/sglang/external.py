@@ -18,6 +18,8 @@ from megarl.system.errors import ConfigError, ServerError
 _SHORT_NAMES = {"float": "float32", "half": "float16"}
 #: Fields of /server_info that are compared, and their types.
 _FIELDS = {"tp_size": int, "ep_size": int, "dp_size": int, "nnodes": int, "dtype": str, "context_length": int | None}
+#: Names of sizes in the recipe and in /server_info. Versions without the last field have other arguments for it.
+_SIZES = {"tp_size": "tp_size", "ep_size": "ep_size", "nnodes": "nnodes", "attention_dp": "attn_dp_size"}
 
 
 Problem = dict[str, Any]  # keyword arguments of ConfigError
@@ -127,11 +129,19 @@ def _differences(
             yield _unclear(server, f"{name} is {info[name]!r}" if name in info else f"no {name} in its answer")
             return
     where = f"{server.api.name} at {server.api.url}"
-    for name in ("tp_size", "ep_size", "dp_size", "nnodes"):
-        wanted, actual, option = getattr(config, name), info[name], f"--{name.replace('_', '-')}"
+    if info["dp_size"] > 1:
+        yield {
+            "what": f"{where} has several replicas of the model, whose weights SGLang cannot update",
+            "where": "rollout.sglang.urls",
+            "found": f"dp_size {info['dp_size']}",
+            "allowed": "servers of one replica, whose attention may be data parallel (rollout.sglang.attention_dp)",
+            "fix": "start several servers without --dp-size, or one with --attn-dp-size",
+        }
+    for name, field in _SIZES.items():
+        wanted, actual, option = getattr(config, name), info.get(field, 1), f"--{field.replace('_', '-')}"
         if actual != wanted:
             yield {
-                "what": f"{where} was started with {name} {actual}",
+                "what": f"{where} was started with {field} {actual}",
                 "where": f"rollout.sglang.{name}",
                 "found": wanted,
                 "allowed": f"{actual}, which all servers in rollout.sglang.urls must have",

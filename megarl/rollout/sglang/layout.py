@@ -31,6 +31,8 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|
 _BY_HEAD = ("in_proj_qkvz", "in_proj_ba", "q_b_proj", "kv_b_proj", "q_proj")
 #: Architectures whose routers are float32 parameters of the server, whatever the model's dtype.
 _WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")
+#: Architectures whose embedding is whole on every rank where attention is data parallel.
+_WHOLE_EMBEDDING = ("qwen3_5_text", "qwen3_5_moe_text")
 _BACKEND = "--moe-runner-backend"
 _LATENT = "fused_qkv_a_proj_with_mqa"
 #: Linear layers of a vision encoder that are split by rows, and those that are split by columns.
@@ -54,9 +56,11 @@ class ServerLayout:
     attention_dp: int = 1
 
     @classmethod
-    def of(cls, hf: PretrainedConfig, tp: int = 1, ep: int = 1, *, on_gpu: bool = False) -> ServerLayout:
+    def of(
+        cls, hf: PretrainedConfig, tp: int = 1, ep: int = 1, *, on_gpu: bool = False, attention_dp: int = 1
+    ) -> ServerLayout:
         """Return the layout of this model on servers of `tp` ranks."""
-        return cls(tp, ep, facts_of(hf), on_gpu)
+        return cls(tp, ep, facts_of(hf), on_gpu, attention_dp)
 
     @property
     def ranks(self) -> int:
@@ -107,7 +111,8 @@ class ServerLayout:
         """Return the part of a tensor outside experts that `rank` stores, in the dtype of the server's parameter."""
         tp, kv_heads = self.tp, self.facts.kv_heads
         if self.attention_dp > 1 and module not in ("gate_proj", "up_proj", "down_proj", "lm_head"):
-            tp //= self.attention_dp
+            whole = module == "embed_tokens" and self.facts.model_type in _WHOLE_EMBEDDING
+            tp = 1 if whole else tp // self.attention_dp
             rank %= tp
         if module == "gate" and self.facts.model_type in _WIDE_ROUTERS:
             return tensor.float()

@@ -249,10 +249,10 @@ class SglangReceiver:
         """Return the server's checksums of its own parameters, by tensor-parallel rank."""
         answer = self._call("/weights_checker", {"action": "checksum"}, step)
         try:
-            # The server returns one list per data-parallel engine, and has one such engine.
+            # Each attention group of the server answers with the checksums of all ranks.
             flat = [info for part in answer["ranks"] for info in (part if isinstance(part, list) else [part])]
-            flat.sort(key=lambda info: info["parallelism_info"][0]["tp_rank"])
-            return [info["checksums"] for info in flat]
+            ranks = {info["parallelism_info"][0]["tp_rank"]: info["checksums"] for info in flat}
+            return [ranks[rank] for rank in sorted(ranks)]
         except (KeyError, IndexError, TypeError) as error:
             reason = f"its answer contains no checksums: {type(error).__name__}: {error}"
             raise ServerError(self.name, self.url, step.phase, reason) from error

@@ -1,4 +1,6 @@
-"""Chooses the server of each sample: the server of its prompt, or the least loaded one. This module does no I/O."""
+"""Chooses the server of each sample, and a group of the server's ranks: those of its prompt, or the least loaded ones.
+This module does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
+_UNBOUNDED = 1 << 30
 
 
 @dataclass
@@ -92,3 +95,39 @@ class Router(Generic[Name]):
     def names(self) -> list[Name]:
         """The servers that were not dropped."""
         return list(self._lanes)
+
+
+class AttentionGroups:
+    """Chooses which of a server's attention groups (`rollout.sglang.attention_dp`) generates each sample.
+
+    All samples of a prompt go to one group, because every group has a prefix cache of its own. A new prompt goes to the
+    least loaded group. The server's own choice is the next group for each request, whatever its prompt.
+
+    Args:
+        count: number of groups of a server.
+        first: group of the first prompt; clients that share a server begin with different groups.
+    """
+
+    def __init__(self, count: int, first: int = 0) -> None:
+        self._order = [(first + step) % count for step in range(count)]
+        self._routers: dict[int, Router[int]] = {}
+
+    def take(self, server: int, prompt: Hashable) -> int | None:
+        """Return the group of server number `server` for a sample of `prompt`; None: the server has only one."""
+        if len(self._order) == 1:
+            return None
+        return self._routers.setdefault(server, Router(self._order, _UNBOUNDED)).take(prompt)
+
+    def give_back(self, server: int, group: int | None) -> None:
+        """Record that a sample of `group` has ended."""
+        if group is not None:
+            self._routers[server].give_back(group)
+
+    def forget(self, prompt: Hashable) -> None:
+        """Forget the groups of `prompt`, whose samples have all finished."""
+        for router in self._routers.values():
+            router.forget(prompt)
+
+    def drop(self, server: int) -> None:
+        """Forget what the groups of a server have, because the server was replaced."""
+        self._routers.pop(server, None)

@@ -104,7 +104,7 @@ class ServerSpec:
             "--port": port,
             "--tp-size": c.tp_size,
             "--ep-size": c.ep_size,
-            "--dp-size": c.dp_size,
+            "--attn-dp-size": None if c.attention_dp == 1 else c.attention_dp,
             "--nnodes": c.nnodes if meeting else None,
             "--node-rank": self.node if meeting else None,
             "--dist-init-addr": meeting or None,

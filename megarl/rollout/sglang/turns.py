@@ -40,6 +40,7 @@ from megarl.rollout.engine import Completion, Request, ignore_progress
 from megarl.rollout.sglang.client import Dispatch, for_others
 from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.images import ServedImages
+from megarl.rollout.sglang.router import AttentionGroups
 from megarl.rollout.sglang.samples import ServedSample
 from megarl.rollout.stop_strings import StopStrings
 from megarl.system.errors import ServerError
@@ -332,7 +333,14 @@ class ServerTurns:
                 self.close()
         if self._to_send and self._client is None and (servers := self._engine.servers()):
             settings = self._engine.config, servers, self._sampling, self._stop_ids, self._engine.tag
-            self._client = TurnClient(lambda done, failures: Dispatch(*settings, done, failures), self._advance)
+            groups_of = AttentionGroups(self._engine.config.attention_dp, self._engine.first_group)
+
+            def make(done: Callable[[ServedSample], None], failures: deque[LostServer]) -> Dispatch:
+                dispatch = Dispatch(*settings, done, failures)
+                dispatch.groups = groups_of
+                return dispatch
+
+            self._client = TurnClient(make, self._advance)
         if self._client is None:
             return
         groups: dict[tuple[int, ...], list[ServedSample]] = {}

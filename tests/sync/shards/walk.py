@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ def job(model: str, ranks: Sequence[Coordinate], tp: int, servers: int = 1, ep: 
     table = WeightTable.of(hf)
     tensors = tensors_of(table, DTYPE)
     shapes = table.shapes()
-    layout = replace(ServerLayout.of(hf, tp, ep), attention_dp=options.get("attention_dp", 1))
+    layout = ServerLayout.of(hf, tp, ep, attention_dp=options.get("attention_dp", 1))
     storages = tuple(predicted_storage(layout, rank, tensors, shapes) for rank in range(tp))
     gpus = options.get("gpus", 8)
     places = [GpuPlace(f"server{gpu // gpus}", gpu % gpus) for gpu in range(servers * tp)]

@@ -9,6 +9,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
   or pass unseen (not when memory cannot be mapped: that still ends it);
 * a broadcast bucket is copied to the places in the parameters that megarl's loader has found once;
+* a cache that one group of ranks could not drop is reported, where SGLang reports that of the first group;
 * an update makes it forget the features of images that earlier weights have made;
 * a sample with a seed is the same whatever other requests its batch has;
 * expert-parallel ranks load their experts from a tensor with all experts of a layer, where SGLang copies the whole;
@@ -196,6 +197,19 @@ def split_stacked_experts() -> None:
     hook("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.weight_loader_fused", load)
 
 
+def report_unflushed_groups() -> None:
+    """Make /flush_cache fail if any attention group (`--attn-dp-size`) has kept its cache. SGLang sends the call to all
+    groups and waits for their replies, but reports the first reply only.
+    """
+
+    async def call_groups(call: Any, communicator: Any, request: Any) -> Any:
+        replies = await call(communicator, request)
+        flushes = type(request).__name__ == "FlushCacheReqInput"
+        return sorted(replies, key=lambda reply: bool(reply.success)) if flushes else replies
+
+    hook("sglang.srt.managers.communicator.FanOutCommunicator.__call__", call_groups)
+
+
 def name_shared_memory() -> None:
     """Name the server's shared memory after `INSTANCE`, so that leftovers of a killed server can be recognised;
     SGLang's own names cannot."""
@@ -296,6 +310,17 @@ def absorb_latents() -> None:
     hook(f"{registry}.get_handler", handler)
 
 
+def pad_batches() -> None:
+    """Name the length of the requests with which data-parallel attention pads a batch: SGLang's attention in plain
+    torch has none, as its other kernels do.
+    """
+
+    def name_length(_: None, backend: Any, *args: Any, **kwargs: Any) -> None:
+        backend.get_cpu_graph_seq_len_fill_value = lambda: 1
+
+    hook("sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.__init__", name_length, "AFTER")
+
+
 def fork_processes() -> None:
     """Fork the server's processes from this one, because a new process would spend ten seconds on imports. Forking is
     safe without CUDA while OpenMP has not started threads.
@@ -332,12 +357,14 @@ reply_to_failed_updates()
 copy_broadcast_buckets()
 sample_by_token()
 split_stacked_experts()
+report_unflushed_groups()
 if INSTANCE:
     name_shared_memory()
 if ON_CPU:
     honour_seeds()
     skip_pinning()
     absorb_latents()
+    pad_batches()
     fork_processes()
     sleep_while_paused()
 require_hooks()
