@@ -6,11 +6,12 @@
 
 One process holds 200 random tensors of a million elements, as a trainer of one rank would; another takes updates the
 way an SGLang server does and copies the tensors into its own. Seconds are wall seconds of a whole update from begin
-to end, gathering included, the least of several after a first one that is not counted. Limits, measured in the same
-run: copying through shared memory, a loopback connection, a gloo broadcast, and comparing all words with a copy, below
-which no delta can be found. Then the time to plan: 1,000 tensors, and a model like DeepSeek-V3 from EP64 x PP16 to 32
-servers of tp 8 x ep 8 (only names and shapes). Wall seconds mean something only while nothing else runs: the share
-that others took is printed.
+to end, gathering included, the least of several after a first one that is not counted. Then four processes, as the
+ranks of a trainer, update eight receivers with 100 MB from shard to shard. Limits, measured in the same run: copying
+through shared memory, a loopback connection, a gloo broadcast, and comparing all words with a copy, below which no
+delta can be found. Then the time to plan: 1,000 tensors, and a model like DeepSeek-V3 from EP64 x PP16 to 32 servers
+of tp 8 x ep 8 (only names and shapes). Wall seconds mean something only while nothing else runs: the share that others
+took is printed.
 """
 
 from __future__ import annotations
@@ -63,14 +64,22 @@ def _held(names: list[str]) -> dict[str, Held]:
     return {name: Held((SIDE, SIDE), ((region, (0,)),)) for name in names}
 
 
-@contextmanager
-def _receiver(folder: Path) -> Iterator[SglangReceiver]:
+def receiver_at(url: str, number: int = 0) -> SglangReceiver:
+    """Return the trainer's end of a receiver process, as server `number`."""
     from transformers import LlamaConfig
 
     from megarl.rollout.sglang.api import ServerApi
     from megarl.rollout.sglang.fleet import Server
     from megarl.rollout.sglang.layout import ServerLayout
     from megarl.rollout.sglang.receiver import SglangReceiver
+
+    server = Server(number, ServerApi(url, None, f"receiver {number}"), "current")
+    return SglangReceiver(server, ServerLayout.of(LlamaConfig()))
+
+
+@contextmanager
+def receiver_process(folder: Path, number: int = 0) -> Iterator[tuple[SglangReceiver, subprocess.Popen[bytes]]]:
+    """Start a receiver process, and end it after the block."""
     from megarl.system.compat.sglang import CPU_MALLOC
 
     port_file = folder / f"port-{time.monotonic_ns()}"
@@ -82,8 +91,7 @@ def _receiver(folder: Path) -> Iterator[SglangReceiver]:
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError("the receiver did not start")
             time.sleep(0.05)
-        api = ServerApi(f"http://127.0.0.1:{port_file.read_text()}", None, "receiver")
-        yield SglangReceiver(Server(0, api, "current"), ServerLayout.of(LlamaConfig()))
+        yield receiver_at(f"http://127.0.0.1:{port_file.read_text()}", number), process
     finally:
         process.kill()
         process.wait()
@@ -175,7 +183,7 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
     region = ((0, SIDE), (0, SIDE))
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     rows = []
-    with _receiver(folder) as receiver, _transport(name, plan, folder) as transport:
+    with receiver_process(folder) as (receiver, _), _transport(name, plan, folder) as transport:
         regions: dict[tuple[str, TensorRegion], Tensor] = {(key, region): tensor for key, tensor in weights.items()}
         source = Source(regions, plan, WorkerGroup.alone(), torch.bfloat16, live=transport.live)
         sender = BucketSender(source, transport)
@@ -248,7 +256,7 @@ def _measure_shards(folder: Path) -> dict[str, Any]:
 
     weights = _weights()
     nbytes = sum(tensor.nbytes for tensor in weights.values())
-    with _receiver(folder) as receiver:
+    with receiver_process(folder) as (receiver, _):
         alone, rounds = WorkerGroup.alone(), planner(BUCKET_MB * 10**6)
         transport = ShardsTransport(ShardTransfer(_own_shards(weights), rounds, alone, _RUN, DEADLINE_S, _HOST))
 
@@ -281,6 +289,7 @@ def measure() -> dict[str, Any]:
     import torch
 
     from megarl.benchmarks.sync import limits
+    from megarl.benchmarks.sync.many import many_seconds
 
     torch.set_num_threads(1)
     data = torch.cat([tensor.flatten() for tensor in _weights().values()]).view(torch.uint8)
@@ -298,8 +307,18 @@ def measure() -> dict[str, Any]:
         names = ("tensor", "distributed", "disk", "delta")
         results["rows"] = [row for name in names for row in _measure(name, Path(folder))]
         results["rows"].append(_measure_shards(Path(folder)))
+        results["many"] = many_seconds(Path(folder))
     results["plan"] = _plan_seconds()
     return results
+
+
+def _judged_many(many: dict[str, float], link_gbit: float | None) -> dict[str, Any]:
+    """Return the line of four trainer ranks and eight servers, with a target only for a limited link."""
+    line = {"what": "shards, 4 ranks to 8 servers", "s": many["s"], "bytes": many["bytes"], "target": "", "met": None}
+    if link_gbit:
+        share = many["bytes"] * 8e-9 / link_gbit / many["s"]
+        line |= {"target": f"{share:.0%} of {link_gbit:g} Gbit/s, at least 80%", "met": share >= 0.8}
+    return line
 
 
 def judged(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -319,6 +338,7 @@ def judged(found: dict[str, Any]) -> list[dict[str, Any]]:
             ratio = row["s"] / by_name["delta, full"]["s"]
             line |= {"target": f"{ratio:.0%} of the full time, at most 10%", "met": ratio <= 0.1}
         lines.append(line)
+    lines.append(_judged_many(found["many"], found.get("link_gbit")))
     for (name, seconds), limit_s in zip(found["plan"].items(), (0.2, 5.0), strict=True):
         lines.append({"what": name, "s": seconds, "target": f"{limit_s:g} s", "met": seconds <= limit_s})
     return lines
@@ -333,7 +353,7 @@ def table(found: dict[str, Any]) -> Table:
     for column in ("", "s", "GB/s", "MB sent", "memory in buckets", "target", "met"):
         made.add_column(column, justify="left" if column in ("", "target", "met") else "right")
     for line in judged(found):
-        rate = "" if "plan" in line["what"] else f"{found['bytes'] / line['s'] / 1e9:.2f}"
+        rate = "" if "plan" in line["what"] else f"{line.get('bytes', found['bytes']) / line['s'] / 1e9:.2f}"
         sizes = (f"{line['mb']:.0f}", f"{line['buckets']:.2f}") if "mb" in line else ("", "")
         verdict = {True: "yes", False: "no", None: ""}[line["met"]]
         made.add_row(line["what"], f"{line['s']:.3f}", rate, *sizes, line["target"], verdict)
@@ -372,7 +392,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megarl.benchmarks.report import show_and_save
 
     with OthersShare() as others:
-        results = measure()
+        results = measure() | {"link_gbit": arguments.link_gbit}
     link = f"-{arguments.link_gbit:g}gbit" if arguments.link_gbit else ""
     show_and_save(f"sync{link}", table(results), results, others.share, arguments.json)
     return 0

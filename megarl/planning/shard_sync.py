@@ -1,10 +1,10 @@
 """Seconds of a weight update from shard to shard (`sync.transport: shards`), formula W2 of docs/planning.md.
 
-    calls + rounds' start and end + the fuller of (what a trainer rank sends, what a server rank receives) / the network
+    calls + the first and last round + the fuller of (what a trainer rank sends, what a server rank receives) / the link
 
-Every server rank receives what it stores. Where several servers share a machine, each box crosses the network once and
-their ranks gather it over the machine's links, which takes no time of its own: it goes on while later rounds arrive.
-Runs do not gather yet (`ShardTransfer._planned`): there every rank receives all that it stores.
+Every server rank receives what it stores. Where several servers share a machine without trainer ranks, each box crosses
+the network once and their ranks gather it over the machine's links, which takes no time of its own: it goes on while
+later rounds arrive. On the trainer's machine every rank receives all that it stores, over the machine's links.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ShardUpdateSize:
         fullest: ratio of the bytes of the trainer's fullest pipeline stage to the mean of its stages.
         servers: number of servers.
         ranks: number of ranks of each server.
-        near: whether the servers run on the trainer's devices.
+        near: whether the servers run on the trainer's machines.
     """
 
     model: float
@@ -37,18 +37,18 @@ class ShardUpdateSize:
     ranks: int
     near: bool = False
 
-    def received(self, joined: int) -> float:
-        """Return the bytes that each server rank receives over the network.
+    def received(self, per_machine: int) -> float:
+        """Return the bytes that a server rank receives from trainer ranks.
 
         Args:
-            joined: number of devices that fast links connect, such as NVLink; servers on them share what they receive.
+            per_machine: devices of a machine. Servers on a machine without trainer ranks share what they receive.
         """
-        return self.model / max(self.ranks, min(joined, self.servers * self.ranks))
+        gathering = 1 if self.near else min(per_machine, self.servers * self.ranks)
+        return self.model / max(self.ranks, gathering)
 
-    def sent(self, joined: int) -> float:
-        """Return the bytes that a trainer rank of the fullest pipeline stage sends over the network; `joined` as in
-        `received`."""
-        return self.received(joined) * self.servers * self.ranks / self.senders * self.fullest
+    def sent(self, per_machine: int) -> float:
+        """Return the bytes that a trainer rank of the fullest pipeline stage sends; `per_machine` as in `received`."""
+        return self.received(per_machine) * self.servers * self.ranks / self.senders * self.fullest
 
 
 def fullest_stage(facts: ModelFacts, parallel: ParallelConfig) -> float:
@@ -66,6 +66,6 @@ def fullest_stage(facts: ModelFacts, parallel: ParallelConfig) -> float:
 def shard_update_seconds(update: ShardUpdateSize, links: Links) -> tuple[float, float]:
     """Return the fixed seconds of a weight update, and the seconds of the link with most bytes: a sending trainer
     rank's or a receiving server rank's."""
-    given, joined = links.given, links.hardware.joined
+    given, per_machine = links.given, links.hardware.per_node
     rate = links.rate(inside=True) if update.near else links.hardware.net_gbit / 8 * 1e9 * given.shard_share
-    return given.shard_fixed_s, max(update.sent(joined), update.received(joined)) / rate
+    return given.shard_fixed_s, max(update.sent(per_machine), update.received(per_machine)) / rate

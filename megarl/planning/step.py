@@ -334,10 +334,10 @@ class StepFormulas:
         if self.config.rollout.sglang.attention_dp > 1:  # several ranks of a server store the same heads
             size = self.server_weights * ranks
         fullest = fullest_stage(self.served, actor.parallel)
-        near = self.config.rollout.colocated
+        near = self.config.rollout.colocated or self.hardware.nodes == 1
         update = ShardUpdateSize(size, actor.devices, fullest, servers, ranks, near)
         fixed, seconds = shard_update_seconds(update, self._links)
-        received = update.received(self.hardware.joined)
+        received = update.received(self.hardware.per_node)
         return [Cost("W2", "weights from shard to shard", seconds, received), Cost("W2", "calls", fixed)]
 
     def moves(self) -> list[Cost]:

@@ -6,8 +6,9 @@ FaultyReceiver("die:3")      dies at its third bucket
                "open:0"      was left with an open session by a dead trainer
                "mute:0"      does not answer when a group is to be made
                "killed:3"    is killed as it begins to receive its third round of an update from shard to shard
-             "stopped:3"   is stopped there and never goes on
-             "absent:0"    answers and does not come to the group
+               "stopped:3"   is stopped there and never goes on
+               "away:3"      runs on another machine, and is killed as it begins to gather its third stripes
+               "absent:0"    answers and does not come to the group
                "from:DIR"    no fault: it was started with the weights in DIR and can say so
 """
 
@@ -15,24 +16,25 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from typing import Any
 
 from megarl.benchmarks.sync.receiver import Receiver, Refused, loader_module
 
 
-def end_in_round(number: int, kind: signal.Signals) -> None:
-    """Send this process `kind` when it is to receive its round `number`."""
+def end_in_round(number: int, kind: signal.Signals, step: str = "_start") -> None:
+    """Send this process `kind` when `step` of its round `number` is to begin."""
     runner, left = loader_module("megarl_shards").exchange.RoundRunner, [number]
-    start = runner._start
+    start = getattr(runner, step)
 
-    def counting(*args: Any) -> list:
-        left[0] -= 1
+    def counting(self: Any, now: Any, *args: Any) -> list:
+        left[0] -= step == "_start" or now.stripe is not None
         if left[0] == 0:
             os.kill(os.getpid(), kind)
-        return start(*args)
+        return start(self, now, *args)
 
-    runner._start = counting
+    setattr(runner, step, counting)
 
 
 class FaultyReceiver(Receiver):
@@ -46,6 +48,9 @@ class FaultyReceiver(Receiver):
 
         if self.kind in ("killed", "stopped"):
             end_in_round(self.left, signal.SIGKILL if self.kind == "killed" else signal.SIGSTOP)
+        if self.kind == "away":
+            socket.gethostname = lambda: "another machine"
+            end_in_round(self.left, signal.SIGKILL, "_start_gather")
 
     def handle(self, path: str, body: dict) -> dict:
         if path.startswith("/update_weights_from"):

@@ -218,7 +218,8 @@ class SglangReceiver:
         self._call("/update_weights_from_distributed", payload | self.models, step)
 
     def describe_storage(self, meeting: ShardMeeting, step: UpdateStep) -> None:
-        """Make each rank of the server write how it stores the model (`RankStorage`) to the trainer's store."""
+        """Make each rank of the server write how it stores the model (`RankStorage`), and its machine's name, to the
+        trainer's store."""
         self._call_ranks(DESCRIBE_LOADER, asdict(meeting), step)
 
     def take_shards(self, update: ShardUpdate, step: UpdateStep) -> None:

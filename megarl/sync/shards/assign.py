@@ -9,7 +9,7 @@ tensor), each may send a share of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,16 +68,20 @@ class TrainerParts:
         return (self.part[sender] - self.index[cell]) % self.ways[cell]
 
 
-def receivers_of(servers: Sequence[ServerStorage], senders: int, most: int) -> list[ReceivingRank]:
+def receivers_of(
+    servers: Sequence[ServerStorage], senders: int, most: int, gathering: Container[str]
+) -> list[ReceivingRank]:
     """Return the ranks of all servers, each with its cell (servers that share a process group).
 
-    Servers that share a machine share a cell. There are at most `most` cells, and at most one for each of the
-    trainer's ranks, of which there are `senders`.
+    Servers on a machine in `gathering`, whose ranks gather stripes from each other, share a cell. There are at most
+    `most` cells, and at most one for each of the trainer's ranks, of which there are `senders`.
     """
     cell_of = list(range(len(servers)))
     first_on: dict[str, int] = {}
     for number, server in enumerate(servers):
         for place in server.places:
+            if place.machine not in gathering:
+                continue
             other = cell_of[first_on.setdefault(place.machine, number)]
             if other != cell_of[number]:
                 joined = cell_of[number]
@@ -230,6 +234,9 @@ def _filled(levels: list[float], slopes: list[float], amount: float, grain: floa
 
 def nearest(holders: Sequence[int], places: Sequence[GpuPlace], receiver: GpuPlace) -> Sequence[int]:
     """Return which of the ranks `holders` may send a box that all of them hold: the ranks on the receiver's GPU; if
-    there are none, the ranks on the receiver's machine; else all."""
+    there are none, the ranks on the receiver's machine; else all.
+
+    Runs have no receivers on the trainer's GPUs, but plans of published models do.
+    """
     here = [rank for rank in holders if places[rank].machine == receiver.machine]
     return [rank for rank in here if places[rank].gpu == receiver.gpu] or here or holders

@@ -1,15 +1,17 @@
 """Sends and receives weights in rounds of messages between trainer ranks and server ranks; both run this file.
 
-              round 0               round 1               round 2
-    sender    pack A | send A, pack B | send B, pack A | ...
-    receiver           receive A      | receive B, unpack A | ...          A, B: the two buffers of a rank
+    sender    pack A, send A, pack B, send B, wait for A, pack A, send A, wait for B, ...
+    receiver  receive A, receive B, wait for A, gather and unpack A, receive A, wait for B, ...
+
+A, B: the two buffers of a rank. So the next round is there when a round ends.
 
 Servers' processes, which lack megarl, load this file too, so it imports nothing of megarl. It reads the tables of
 program.py as arrays by their names on the wire (`links.offset`).
 
-All ranks run their rounds in one order, each one round at a time. So all ranks of the first unfinished round have
-started it, and it ends. If it cannot end because a rank is gone, the process group of its cell (trainer ranks, and the
-servers that they send to) is aborted; other cells continue.
+All ranks run their rounds in one order, and each has at most two rounds in flight. So all ranks of the first unfinished
+round have started it, and it ends. Server ranks on one machine gather the stripes of a round while they receive the
+next one, in a process group of their own, also in this order. If a round cannot end because a rank is gone, the process
+group of its cell (trainer ranks, and the servers that they send to) is aborted; other cells continue.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import datetime
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,11 +59,13 @@ class ServerCell:
         name: unique name of the process group.
         trainers: ranks of the trainer.
         servers: number of ranks of each server, by the server's number.
+        machines: ranks (server, rank) that gather stripes from each other, machine by machine.
     """
 
     name: str
     trainers: tuple[int, ...]
     servers: dict[int, int]
+    machines: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def size(self) -> int:
@@ -75,30 +81,36 @@ class ServerCell:
         before = sum(ranks for number, ranks in self.servers.items() if number < server)
         return len(self.trainers) + before + rank
 
+    def gathering(self, server: int, rank: int) -> tuple[str, tuple[tuple[int, int], ...]] | None:
+        """Return name and members of the group in which a rank of a server gathers stripes, or None."""
+        for number, members in enumerate(self.machines):
+            if (server, rank) in members:
+                return f"{self.name}-machine-{number}", members
+        return None
+
     def to_json(self) -> dict[str, Any]:
         """Return the cell as a JSON object."""
         servers = [[number, ranks] for number, ranks in self.servers.items()]
-        return {"name": self.name, "trainers": list(self.trainers), "servers": servers}
+        return {"name": self.name, "trainers": self.trainers, "servers": servers, "machines": self.machines}
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> ServerCell:
         """Return the cell from the result of `to_json`."""
         servers = {int(number): int(ranks) for number, ranks in values["servers"]}
-        return cls(str(values["name"]), tuple(values["trainers"]), dict(sorted(servers.items())))
+        machines = tuple(tuple((server, rank) for server, rank in members) for members in values["machines"])
+        return cls(str(values["name"]), tuple(values["trainers"]), dict(sorted(servers.items())), machines)
 
 
-def join(store: dist.Store, cell: ServerCell, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """Create the process group of a cell (trainer ranks, and the servers that they send to) and join it as `rank`.
+def join(store: dist.Store, name: str, size: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Create the process group `name` of `size` ranks and join it as `rank`.
 
     With gloo this call waits until all ranks have joined; with nccl the first messages wait.
     """
     limit = datetime.timedelta(seconds=timeout_s)
-    named: dict[str, Any] = {"group_name": cell.name, "timeout": limit}  # newer torch has its own type for names
+    named: dict[str, Any] = {"group_name": name, "timeout": limit}  # newer torch has its own type for names
     with without_watchdog() if backend == "nccl" else contextlib.nullcontext():
-        group, _ = _new_process_group_helper(
-            cell.size, rank, [], Backend(backend), PrefixStore(cell.name, store), **named
-        )
-    _world.pg_group_ranks[group] = {member: member for member in range(cell.size)}
+        group, _ = _new_process_group_helper(size, rank, [], Backend(backend), PrefixStore(name, store), **named)
+    _world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group
 
 
@@ -129,6 +141,14 @@ class RoundMessage:
     data: Tensor
 
 
+@dataclass(frozen=True)
+class StripeGroup:
+    """The process group of the ranks (server, rank) of a machine that gather stripes, in the order `members`."""
+
+    group: dist.ProcessGroup
+    members: tuple[tuple[int, int], ...]
+
+
 @dataclass
 class Round:
     """One round of one rank: its messages, and what is copied between parameters and buffer.
@@ -138,6 +158,8 @@ class Round:
         name: phase and number of the round, for errors.
         buffer: which of the rank's two buffers the round uses: 0 or 1.
         parameters, parts: equally shaped views of parameters and of the buffer, which are copied one to the other.
+        stripe: uint8, the part of the buffer that this rank sends to the other ranks of its machine; None: no gather.
+        stripes: where the stripes of these ranks go, with (server, rank) as the peer.
     """
 
     cell: int
@@ -146,6 +168,8 @@ class Round:
     messages: list[RoundMessage] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     parts: list[Tensor] = field(default_factory=list)
+    stripe: Tensor | None = None
+    stripes: list[RoundMessage] = field(default_factory=list)
 
     def described(self, *, sends: bool) -> str:
         """Return the round's name and the ranks that it sends to or receives from, for errors."""
@@ -153,6 +177,16 @@ class Round:
             others = ", ".join(f"rank {rank} of server {server}" for server, rank in {m.peer: 0 for m in self.messages})
             return f"{self.name} to {others}"
         return f"{self.name} from trainer ranks {sorted({message.peer[1] for message in self.messages})}"
+
+    def gather_described(self) -> str:
+        """Return the round's name and the ranks that exchange stripes with this one, for errors."""
+        others = ", ".join(f"rank {each.peer[1]} of server {each.peer[0]}" for each in self.stripes)
+        return f"{self.name}, gathering with {others}"
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the messages lie in a GPU's memory."""
+        return self.messages[0].data.is_cuda if self.stripe is None else self.stripe.is_cuda
 
     @property
     def nbytes(self) -> int:
@@ -168,21 +202,24 @@ def rounds_of_sender(tables: Tables, parameters: Sequence[Tensor], dtypes: Seque
         parameters: parameters in the order of the rank's `ParameterTable`.
         dtypes: dtype on the wire of each tensor in `TensorTable`.
     """
-    return _rounds(tables, parameters, dtypes, sends=True)
+    return _rounds(tables, parameters, dtypes, None)
 
 
-def rounds_of_receiver(tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str]) -> list[Round]:
-    """Return the rounds of a rank of a server; the arguments are those of `rounds_of_sender`."""
-    return _rounds(tables, parameters, dtypes, sends=False)
+def rounds_of_receiver(
+    tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str], who: tuple[int, int]
+) -> list[Round]:
+    """Return the rounds of rank `who` (server, rank); the other arguments are those of `rounds_of_sender`."""
+    return _rounds(tables, parameters, dtypes, who)
 
 
-def _rounds(tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str], *, sends: bool) -> list[Round]:
+def _rounds(
+    tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str], who: tuple[int, int] | None
+) -> list[Round]:
+    """Return the rounds of a receiver, or those of a sender if `who` is None."""
+    sends = who is None
     at = tables["messages.send_at" if sends else "messages.receive_at"].tolist()
     sizes, number = tables["messages.nbytes"].tolist(), tables["messages.round"].tolist()
-    ends = [[0], [0]]  # ends of the messages in the buffer of even rounds, and in that of odd rounds
-    for place, nbytes, turn in zip(at, sizes, number, strict=True):
-        ends[turn % 2].append(place + nbytes if place >= 0 else 0)
-    buffers = [torch.empty(max(part), dtype=torch.uint8, device=parameters[0].device) for part in ends]
+    buffers = _buffers(tables, at, parameters[0].device)
     rounds = [
         Round(cell, f"round {part} of phase {phase}", place % 2)
         for place, (phase, part, cell) in enumerate(
@@ -190,16 +227,17 @@ def _rounds(tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str],
         )
     ]
     copies = _copies(tables, parameters, sends=sends)
-    peers = zip(
-        *(tables[f"messages.{key}"].tolist() for key in (("server", "receiver") if sends else ("sender", "sender"))),
-        strict=True,
-    )
+    ends = zip(*(tables[f"messages.{key}"].tolist() for key in ("sender", "server", "receiver")), strict=True)
     data = []
-    for place, nbytes, turn, peer in zip(at, sizes, number, peers, strict=True):
+    for place, nbytes, turn, (sender, *receiver) in zip(at, sizes, number, ends, strict=True):
         part = buffers[turn % 2][place : place + nbytes] if place >= 0 else None
-        message = RoundMessage(peer if sends else (-1, peer[0]), part if part is not None else torch.empty(0))
-        rounds[turn].messages.append(message)
+        peer = (receiver[0], receiver[1]) if sends else (-1, sender)
+        message = RoundMessage(peer, part if part is not None else torch.empty(0))
+        if who in (None, (receiver[0], receiver[1])):  # other ranks of the machine receive the rest of the stripes
+            rounds[turn].messages.append(message)
         data.append(message)
+    if who is not None:
+        _add_stripes(rounds, tables, buffers, who)
     links = zip(*(tables[f"links.{key}"].tolist() for key in ("message", "start", "nbytes", "tensor")), strict=True)
     for link, (message, start, nbytes, tensor) in enumerate(links):
         for view in copies.get(link, ()):
@@ -211,6 +249,33 @@ def _rounds(tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str],
             rounds[number[message]].parameters.append(view)
             rounds[number[message]].parts.append(part)
     return rounds
+
+
+def _buffers(tables: Tables, at: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return the buffer of rounds with even places, and that of the others: uint8.
+
+    Args:
+        at: first byte of each message in its buffer; -1: in none.
+    """
+    ends = [[0], [0]]
+    for place, nbytes, turn in zip(
+        at, tables["messages.nbytes"].tolist(), tables["messages.round"].tolist(), strict=True
+    ):
+        ends[turn % 2].append(place + nbytes if place >= 0 else 0)
+    for place, nbytes, turn in zip(*(tables[f"fans.{key}"].tolist() for key in ("at", "stripe", "round")), strict=True):
+        ends[turn % 2].append(place + nbytes)
+    return [torch.empty(max(part), dtype=torch.uint8, device=device) for part in ends]
+
+
+def _add_stripes(rounds: Sequence[Round], tables: Tables, buffers: Sequence[Tensor], who: tuple[int, int]) -> None:
+    """Add to rounds the stripes that rank `who` (server, rank) and the other ranks of its machine send each other."""
+    columns = (tables[f"fans.{key}"].tolist() for key in ("round", "server", "rank", "at", "stripe"))
+    for turn, server, rank, place, nbytes in zip(*columns, strict=True):
+        part = buffers[turn % 2][place : place + nbytes]
+        if (server, rank) == who:
+            rounds[turn].stripe = part
+        else:
+            rounds[turn].stripes.append(RoundMessage((server, rank), part))
 
 
 def _copies(tables: Tables, parameters: Sequence[Tensor], *, sends: bool) -> dict[int, list[Tensor]]:
@@ -238,6 +303,7 @@ class RoundRunner:
             give up the cell, or None.
         lost: called with the number of a cell that this rank gives up, and the reason.
         deadline_s: seconds after which a round has failed.
+        machine: the group in which a receiver gathers stripes, if its rounds have any.
     """
 
     def __init__(
@@ -248,8 +314,10 @@ class RoundRunner:
         look: Callable[[int], str | None],
         lost: Callable[[int, str], None],
         deadline_s: float,
+        machine: StripeGroup | None = None,
     ) -> None:
         self.rounds, self.sends, self.look, self.lost, self.deadline_s = rounds, sends, look, lost, deadline_s
+        self.machine = machine
         self.failed: dict[int, str] = {}
         self.nbytes = 0  # sent or received in rounds that have ended
 
@@ -264,33 +332,27 @@ class RoundRunner:
             failed: cells that have failed before the first round, with the reasons.
         """
         self.failed, self.nbytes = dict(failed), 0
-        before: tuple[Round, list[dist.Work]] | None = None
+        flights: deque[tuple[Round, list[dist.Work]]] = deque()
         for now in self.rounds:
             if now.cell not in self.failed and (why := self.look(now.cell)) is not None:
                 self._give_up(now.cell, why, groups)
             if now.cell in self.failed:
                 continue
-            if before is not None and before[0].buffer == now.buffer:  # a round between the two was skipped
-                self._end(before, groups)
-                before = None
+            while len(flights) > 1 or (flights and flights[0][0].buffer == now.buffer):  # a round between was skipped
+                self._end(flights.popleft(), groups)
+            if now.cell in self.failed:
+                continue
             if self.sends and now.parts:
                 torch._foreach_copy_(now.parts, now.parameters)
-            if before is not None:
-                self._wait(before, groups)
-            works = self._start(now, groups, cells)
-            if before is not None:
-                self._unpack(before[0])
-            before = (now, works)
-        if before is not None:
-            self._end(before, groups)
+            flights.append((now, self._start(now, groups, cells)))
+        while flights:
+            self._end(flights.popleft(), groups)
         return self.failed
 
     def _start(
         self, now: Round, groups: Mapping[int, dist.ProcessGroup], cells: Mapping[int, ServerCell]
     ) -> list[dist.Work]:
         """Start the messages of a round as one batch, and return their handles; none if this fails."""
-        if now.cell in self.failed:
-            return []
         cell, group = cells[now.cell], groups[now.cell]
         operation = dist.isend if self.sends else dist.irecv
         operations = [
@@ -299,10 +361,30 @@ class RoundRunner:
             )
             for each in now.messages
         ]
+        return self._begin(now, operations, now.described(sends=self.sends), groups)
+
+    def _start_gather(self, now: Round, groups: Mapping[int, dist.ProcessGroup]) -> list[dist.Work]:
+        """Start to exchange the stripes of a round that has been received; return what to wait for."""
+        if now.stripe is None or self.machine is None or now.cell in self.failed:
+            return []
+        group, members = self.machine.group, self.machine.members
+        operations = []
+        for each in now.stripes:
+            other = members.index(each.peer)
+            operations += [
+                dist.P2POp(dist.isend, now.stripe, other, group),
+                dist.P2POp(dist.irecv, each.data, other, group),
+            ]
+        return self._begin(now, operations, now.gather_described(), groups)
+
+    def _begin(
+        self, now: Round, operations: list[dist.P2POp], what: str, groups: Mapping[int, dist.ProcessGroup]
+    ) -> list[dist.Work]:
+        """Start operations of a round as one batch; return what to wait for."""
         try:
-            return dist.batch_isend_irecv(operations)
+            return dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            self._give_up(now.cell, f"{now.described(sends=self.sends)}: {_first_line(error)}", groups)
+            self._give_up(now.cell, f"{what}: {_first_line(error)}", groups)
             return []
 
     def _end(
@@ -310,47 +392,52 @@ class RoundRunner:
         flight: tuple[Round, list[dist.Work]],
         groups: Mapping[int, dist.ProcessGroup],
     ) -> None:
-        self._wait(flight, groups)
-        self._unpack(flight[0])
-
-    def _unpack(self, done: Round) -> None:
-        if not self.sends and done.parts and done.cell not in self.failed:
-            torch._foreach_copy_(done.parameters, done.parts)
-
-    def _wait(
-        self,
-        flight: tuple[Round, list[dist.Work]],
-        groups: Mapping[int, dist.ProcessGroup],
-    ) -> None:
-        """Wait until the messages of a round have arrived; give up the round's cell if that fails."""
+        """Wait until the messages of a round have arrived; a receiver then gathers and unpacks it."""
         now, works = flight
-        if not works or now.cell in self.failed:
+        if self._arrived(now, works, partial(now.described, sends=self.sends), groups):
+            self.nbytes += now.nbytes
+        if self.sends:
             return
-        on_device = now.messages[0].data.is_cuda
+        self._arrived(now, self._start_gather(now, groups), now.gather_described, groups)
+        if now.parts and now.cell not in self.failed:
+            torch._foreach_copy_(now.parameters, now.parts)
+
+    def _arrived(
+        self,
+        now: Round,
+        works: Sequence[dist.Work],
+        what: Callable[[], str],
+        groups: Mapping[int, dist.ProcessGroup],
+    ) -> bool:
+        """Wait until `works` of a round have ended, or give up its cell; return whether something has arrived."""
+        if not works or now.cell in self.failed:
+            return False
         end = time.monotonic() + self.deadline_s
-        part: Future[None] | None = None if on_device else _waited_for(works)
-        while not _ended(works, part, _POLL_DEVICE_S if on_device else _POLL_S):
+        part: Future[None] | None = None if now.on_device else _waited_for(works)
+        while not _ended(works, part, _POLL_DEVICE_S if now.on_device else _POLL_S):
             why = self.look(now.cell)
             if why is None and time.monotonic() > end:
                 why = f"not done within {self.deadline_s:g} s"
             if why is not None:
-                self._give_up(now.cell, f"{now.described(sends=self.sends)}: {why}", groups)
-                return
+                self._give_up(now.cell, f"{what()}: {why}", groups)
+                return False
         try:
             if part is not None:
                 part.result()
             else:
                 _check_device(works)
         except RuntimeError as error:
-            self._give_up(now.cell, f"{now.described(sends=self.sends)}: {_first_line(error)}", groups)
-        else:
-            self.nbytes += now.nbytes
+            self._give_up(now.cell, f"{what()}: {_first_line(error)}", groups)
+            return False
+        return True
 
     def _give_up(self, cell: int, why: str, groups: Mapping[int, dist.ProcessGroup]) -> None:
-        """Record why a cell failed, and abort its process group with all messages in flight."""
+        """Record why a cell failed, and abort its process group and that of the machine with all messages in flight."""
         self.failed[cell] = why
         self.lost(cell, why)
         abort(groups[cell])
+        if self.machine is not None:
+            abort(self.machine.group)
 
 
 def _waited_for(works: Sequence[dist.Work]) -> Future[None]:

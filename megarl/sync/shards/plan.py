@@ -3,8 +3,8 @@ computes the same plan.
 
 trainer's storages  -> share_boxes -> which ranks hold which box
 servers' storages   -> check_tiling, needs_of -> which parts of these boxes each server rank needs
-                    -> cell_wire -> what crosses the network: a box that several ranks of a machine need only once,
-                                    in stripes (shares), which these ranks exchange
+                    -> machines_of, cell_wire -> what is sent: a box that several ranks of a machine need crosses the
+                                    network once, in stripes (shares), which these ranks exchange
                     -> ShareScheduler -> who sends each byte, and in which round
                     -> UpdatePlan.program -> what one rank sends or receives
 """
@@ -29,7 +29,7 @@ from megarl.sync.shards.program import (
 from megarl.sync.shards.rounds import RoundLimits
 from megarl.sync.shards.schedule import CellShares, ShareScheduler
 from megarl.sync.shards.table import Array, digest
-from megarl.sync.shards.wire import NeedRows, WireTargets, cell_wire, extent_dim
+from megarl.sync.shards.wire import NeedRows, TrainerHolders, WireTargets, cell_wire, extent_dim, machines_of
 
 _DIRECT = 1 << 20  # least bytes of a box that is sent without buffers; it must be contiguous in both parameters
 
@@ -64,13 +64,15 @@ class UpdatePlan:
         self.tensors, self.servers, self.places = tensors, servers, places
         limits = limits or RoundLimits()
         self.shared = share_boxes(trainer)
-        self.receivers = receivers_of(servers, len(trainer), limits.cells)
         self.needs = self._read_needs()
+        machines = machines_of(servers, self.needs, TrainerHolders(self.shared.sets, places))
+        gathering = {name for name, machine in machines.items() if machine.gathers}
+        self.receivers = receivers_of(servers, len(trainer), limits.cells, gathering)
         cells = 1 + max(receiver.cell for receiver in self.receivers)
         members: list[list[int]] = [[] for _ in range(cells)]
         for number, receiver in enumerate(self.receivers):
             members[receiver.cell].append(number)
-        self.wires = [cell_wire(cell, self.receivers, self.needs) for cell in members]
+        self.wires = [cell_wire(cell, self.receivers, self.needs, machines) for cell in members]
         scheduler = ShareScheduler(self.receivers, places, self.shared.sets, self.needs, limits)
         self.parts, shares = scheduler.shares(self.wires)
         planned = [
@@ -84,16 +86,19 @@ class UpdatePlan:
         tables: list[NeedTable] = []
         span: dict[int, tuple[int, int]] = {}
         rows = 0
-        for receiver in self.receivers:
-            storage = self.servers[receiver.server].ranks[receiver.rank]
+        storages = [
+            (f"server {number}, rank {rank}", storage)
+            for number, server in enumerate(self.servers)
+            for rank, storage in enumerate(server.ranks)
+        ]
+        for where, storage in storages:
             if id(storage) not in span:
-                where = f"server {receiver.server}, rank {receiver.rank}"
                 check_tiling(storage, where)
                 check_blocks(storage, self.tensors, where)
                 tables.append(needs_of(storage, self.shared, self.tensors, where))
                 span[id(storage)] = rows, rows + len(tables[-1])
                 rows += len(tables[-1])
-        spans = [span[id(self.servers[r.server].ranks[r.rank])] for r in self.receivers]
+        spans = [span[id(storage)] for _, storage in storages]
         step = np.where(self.tensors.dtypes == "float8_e4m3fn", FP8_BLOCK, 1)
         first, last = zip(*spans, strict=True)
         return NeedRows(NeedTable.joined(tables), first, last, self.shared.holders, step)
@@ -199,6 +204,15 @@ class UpdatePlan:
         who = [(receiver.server, receiver.rank) for receiver in self.receivers]
         server, rank = np.array(who, np.int64)[self._targets.receiver[rows]].T
         return TargetTable(part, server, rank, table.parameter[need], offset, table.strides[need])
+
+    def gathering_ranks(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the ranks (server, rank) that gather stripes, by the name of their machine."""
+        members = set(zip(self.fans.server.tolist(), self.fans.rank.tolist(), strict=True))
+        machines: dict[str, list[tuple[int, int]]] = {}
+        for receiver in self.receivers:
+            if (receiver.server, receiver.rank) in members:
+                machines.setdefault(receiver.place.machine, []).append((receiver.server, receiver.rank))
+        return machines
 
     def distances(self) -> Array:
         """Return how far each message goes: int64 [M], 0 on one GPU, 1 inside a machine, 2 over the network."""

@@ -168,9 +168,9 @@ class ShareScheduler:
         shares, stage, key = shares.take(order), stage[order], key[order]
         first = np.flatnonzero(np.diff(key, prepend=-1))
         nbytes = np.add.reduceat(shares.parts.nbytes, first)
-        # smaller rounds: a rank's two buffers also have to hold the stripes that other ranks of its group received
-        widest = max((len(fan) for fan in wire.fans), default=2)
-        limits = replace(self.limits, nbytes=max(2 * self.limits.nbytes // widest, 1))
+        # smaller rounds: a rank's buffer also has to hold the stripes that other ranks of its group received
+        widest = max((len(fan) for fan in wire.fans), default=1)
+        limits = replace(self.limits, nbytes=max(self.limits.nbytes // widest, 1))
         ends, numbers, start = [], [], 0
         done: dict[int, int] = {}  # number of the next round of each phase
         for chosen in np.split(np.arange(len(first)), np.flatnonzero(np.diff(stage[first])) + 1):

@@ -17,7 +17,7 @@ class LinkRates:
         network: bytes per second that a rank sends, and at the same time receives, over the network.
         machine: bytes per second between ranks of one machine.
         memory: bytes per second between ranks on one GPU.
-        round_s: seconds that each round takes in addition to the transfer of its bytes.
+        round_s: seconds between the end of a round of a rank and the start of its round after the next.
     """
 
     network: float
@@ -29,14 +29,15 @@ class LinkRates:
 def simulated_seconds(plan: UpdatePlan, rates: LinkRates) -> float:
     """Return the seconds until the last rank has received everything.
 
-    Each rank runs its rounds one after the other. A message begins when both ranks have reached its round. All messages
-    of a rank in a round share the rank's bandwidth, so a message takes as long as the busier of its two ranks needs for
-    all of that rank's messages. Server ranks exchange stripes (shares of boxes) while the next round runs; only the
-    exchange after the last round adds to the time.
+    Each rank runs its rounds one after the other, and starts a round when the last but one has ended. A message begins
+    when both ranks have reached its round. All messages of a rank in a round share the rank's bandwidth, so a message
+    takes as long as the busier of its two ranks needs for all of that rank's messages. Server ranks exchange stripes
+    (shares of boxes) while the next round runs; only the exchange after the last round adds to the time.
     """
     sender, receiver = plan.messages.sender, plan.receiver_numbers
     senders, receivers = int(sender.max()) + 1, len(plan.receivers)
-    at, until = np.zeros(senders), np.zeros(receivers)
+    # for each rank the ends of its last round, and of the one before that
+    at, until = np.zeros((2, senders)), np.zeros((2, receivers))
     nbytes = plan.messages.nbytes.astype(float)
     rate = np.array([rates.memory, rates.machine, rates.network])[plan.distances()]
     starts = np.searchsorted(plan.messages.round, np.arange(len(plan.rounds) + 1))
@@ -45,10 +46,13 @@ def simulated_seconds(plan: UpdatePlan, rates: LinkRates) -> float:
         froms, tos = sender[row], receiver[row]
         busy = nbytes[row] / rate[row]
         out, into = np.bincount(froms, busy, senders), np.bincount(tos, busy, receivers)
-        end = np.maximum(at[froms], until[tos]) + np.maximum(out[froms], into[tos]) + rates.round_s
-        np.maximum.at(at, froms, end)
-        np.maximum.at(until, tos, end)
-    return float(until.max()) + _last_gather(plan, rates)
+        ready = [np.maximum(last, before + rates.round_s) for last, before in (at, until)]
+        end = np.maximum(ready[0][froms], ready[1][tos]) + np.maximum(out[froms], into[tos])
+        for ends, ranks in ((at, froms), (until, tos)):
+            here = np.unique(ranks)
+            ends[1, here] = ends[0, here]
+            np.maximum.at(ends[0], ranks, end)
+    return float(until[0].max()) + _last_gather(plan, rates)
 
 
 def _last_gather(plan: UpdatePlan, rates: LinkRates) -> float:

@@ -11,11 +11,13 @@ continue with other cells. Everything other than weights goes through a TCPStore
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ _QUIET_S = 10.0  # seconds without a heartbeat after which a rank counts as gone
 _LOOK_S = 0.25  # seconds between two checks of a cell's heartbeats
 _GRACE_S = 2.0  # seconds to wait for the answer of a receiver whose cell was given up
 _POLL_S = 0.02
+_LOOKS = 2000  # a second, by all ranks together, while they wait for receivers to begin
 _PHASE = "update from shard to shard"
 _ANSWERED = 200  # HTTP status with which a server refuses a call; other failures have another status or none
 
@@ -54,7 +57,8 @@ class ShardReceiver(Receiver, Protocol):
     """A receiver whose ranks take boxes (rectangular parts of tensors) directly from the trainer's ranks."""
 
     def describe_storage(self, meeting: ShardMeeting, step: UpdateStep) -> None:
-        """Make each rank of the engine write how it stores the model (`RankStorage`) to the trainer's store."""
+        """Make each rank of the engine write how it stores the model (`RankStorage`), and its machine's name, to the
+        trainer's store."""
 
     def take_shards(self, update: ShardUpdate, step: UpdateStep) -> None:
         """Make each rank of the engine receive its part of an update; return when all ranks have the weights."""
@@ -81,6 +85,14 @@ class OwnShards:
 
 #: fn(own shards, servers) -> the plan, equal on all ranks for equal arguments
 Planner = Callable[[OwnShards, Sequence[ServerStorage]], UpdatePlan]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A receiver as its ranks have described it: the storage of each, and the name of the machine on which it runs."""
+
+    ranks: tuple[RankStorage, ...]
+    machines: tuple[str, ...]
 
 
 @dataclass
@@ -123,7 +135,7 @@ class ShardTransfer:
         self.address = address
         self._store: dist.TCPStore | None = None
         self._place = ("", 0)
-        self._storages: dict[str, tuple[RankStorage, ...]] = {}  # receiver's address -> its ranks' storages
+        self._described: dict[str, _Described] = {}  # receiver's address -> its ranks' storages and machines
         self._plans: dict[tuple[str, ...], _Plan] = {}  # only that of the last set of receivers, by their addresses
         self._groups: dict[int, tuple[ServerCell, dist.ProcessGroup]] = {}  # by the cell's number
         self._updates = 0
@@ -157,7 +169,7 @@ class ShardTransfer:
         receivers = [receiver for receiver in receivers if receiver.number not in failed]
         if receivers:
             plan = self._plan(store, receivers)
-            watch = CellWatch(store, f"{self.prefix}/{self._updates}", plan.cells)
+            watch = CellWatch(store, f"{self.prefix}/{self._updates}", plan.cells, self.world.size)
             calls = self._call(plan, watch, receivers, led, checked)
             lost = self._rounds(plan, watch, report)
             self._end(plan, watch, receivers, calls, lost, report)
@@ -183,7 +195,7 @@ class ShardTransfer:
 
     def drop(self, url: str) -> None:
         """Forget how the receiver at `url` stores its parameters, because another engine may take over this address."""
-        self._storages.pop(url, None)
+        self._described.pop(url, None)
         self._plans = {key: plan for key, plan in self._plans.items() if url not in key}
 
     def close(self) -> None:
@@ -236,7 +248,7 @@ class ShardTransfer:
         Raises:
             WorkerError: a receiver cannot describe its parameters.
         """
-        new = [receiver for receiver in receivers if receiver.url not in self._storages]
+        new = [receiver for receiver in receivers if receiver.url not in self._described]
         step = UpdateStep("description of its parameters", self.timeout_s)
         calls = {
             receiver.number: in_thread(partial(receiver.describe_storage, self._meeting(receiver.number), step))
@@ -257,8 +269,11 @@ class ShardTransfer:
         failed = {number for part, _ in everyone for number in part}
         for receiver in new:
             if receiver.number not in failed:
-                keys = [f"{self.prefix}/storage/{receiver.number}/{rank}" for rank in range(receiver.layout.ranks)]
-                self._storages[receiver.url] = tuple(RankStorage.decode(self.store.get(key)) for key in keys)
+                ranks = [f"{receiver.number}/{rank}" for rank in range(receiver.layout.ranks)]
+                self._described[receiver.url] = _Described(
+                    tuple(RankStorage.decode(self.store.get(f"{self.prefix}/storage/{rank}")) for rank in ranks),
+                    tuple(self.store.get(f"{self.prefix}/machine/{rank}").decode() for rank in ranks),
+                )
 
     def _meeting(self, number: int) -> ShardMeeting:
         return ShardMeeting(self._place, self.prefix, number, self.timeout_s)
@@ -298,11 +313,15 @@ class ShardTransfer:
     def _planned(self, receivers: Sequence[ShardReceiver]) -> UpdatePlan:
         same: dict[str, RankStorage] = {}
         servers = []
-        for place, receiver in enumerate(receivers):
-            ranks = [same.setdefault(rank.digest, rank) for rank in self._storages[receiver.url]]
-            # each server rank is planned as a machine of its own, so that no ranks have to exchange shares of boxes
-            places = [GpuPlace(f"{receiver.url} {place}.{rank}", 0) for rank in range(len(ranks))]
-            servers.append(ServerStorage(tuple(ranks), tuple(places)))
+        seats = Counter(place.machine for place in self.own.places)  # GPUs of a machine that have a rank
+        for receiver in receivers:
+            described = self._described[receiver.url]
+            places = []
+            for machine in described.machines:
+                places.append(GpuPlace(machine, seats[machine]))
+                seats[machine] += 1
+            ranks = tuple(same.setdefault(rank.digest, rank) for rank in described.ranks)
+            servers.append(ServerStorage(ranks, tuple(places)))
         return self.planner(self.own, servers)
 
     def _call(
@@ -360,7 +379,8 @@ class ShardTransfer:
             abort(group)
         limit = min(_READY_S, self.timeout_s)
         try:
-            group = join(self.store, cell, cell.of_trainer(self.world.rank), self._backend, limit)
+            place = cell.of_trainer(self.world.rank)
+            group = join(self.store, cell.name, cell.size, place, self._backend, limit)
         except RuntimeError as error:
             return f"trainer rank {self.world.rank} could not join the group: {str(error).partition(chr(10))[0]}"
         self._groups[number] = cell, group
@@ -403,7 +423,7 @@ class ShardTransfer:
         wanted = [place for place, receiver in enumerate(receivers) if receiver.number in checked]
         if not wanted:
             return
-        storages = [self._storages[receiver.url] for receiver in receivers]
+        storages = [self._described[receiver.url].ranks for receiver in receivers]
         others = set(range(len(receivers))) - set(wanted)
         sent = self.world.all_gather_json(sent_hashes(plan.program, plan.parameters, storages, others))
         wrong = []
@@ -432,13 +452,16 @@ def _cells(
         key: addresses of the servers, which become part of the groups' names.
     """
     cell_of_message = plan.rounds.cell[plan.messages.round]
+    gathering = plan.gathering_ranks().values()
     cells, cell_of = {}, [0] * len(ranks)
     for number in sorted(set(cell_of_message.tolist())):
-        of_cell = cell_of_message == number
-        servers = sorted(set(plan.messages.server[of_cell].tolist()))
-        trainers = tuple(sorted(set(plan.messages.sender[of_cell].tolist())))
+        sent = cell_of_message == number
+        servers = sorted(set(plan.messages.server[sent].tolist()))
+        trainers = tuple(sorted(set(plan.messages.sender[sent].tolist())))
         name = f"{first}-{'+'.join(key[server] for server in servers)}-{'.'.join(map(str, trainers))}"
-        cells[number] = ServerCell(name, trainers, {server: ranks[server] for server in servers})
+        of_cell = {server: ranks[server] for server in servers}
+        machines = tuple(tuple(members) for members in gathering if members[0][0] in of_cell)
+        cells[number] = ServerCell(name, trainers, of_cell, machines)
         for server in servers:
             cell_of[server] = number
     return cells, cell_of
@@ -450,10 +473,12 @@ class CellWatch:
     Args:
         name: first part of the update's keys.
         cells: ranks of each cell (receivers that share a process group), by its number.
+        trainers: number of trainer ranks, which all watch.
     """
 
-    def __init__(self, store: dist.Store, name: str, cells: Mapping[int, ServerCell]) -> None:
+    def __init__(self, store: dist.Store, name: str, cells: Mapping[int, ServerCell], trainers: int) -> None:
         self._store, self._name, self._cells = store, name, cells
+        self._poll_s = min(_POLL_S, trainers / _LOOKS)
         self._beats: dict[tuple[int, int], tuple[int, float]] = {}  # each rank's heartbeat count, and when it changed
         self._next: dict[int, float] = {}
 
@@ -501,7 +526,7 @@ class CellWatch:
                 missing = [key.rpartition("/ready/")[2] for key in keys if not self._store.check([key])]
                 return f"ranks (server/rank) {', '.join(missing)} were not ready within {limit_s:g} s"
             beat()
-            time.sleep(_POLL_S)
+            time.sleep(self._poll_s)
         return None
 
     def wait_answer(self, cell: int, call: Future[None], limit_s: float) -> str | None:
@@ -514,7 +539,8 @@ class CellWatch:
                 end = min(end, time.monotonic() + _GRACE_S)
             if time.monotonic() > end:
                 return why or f"no answer within {limit_s:g} s"
-            time.sleep(_POLL_S)
+            with contextlib.suppress(TimeoutError):
+                call.exception(_POLL_S)
         error = call.exception()
         if error is not None and not isinstance(error, ServerError):
             raise error

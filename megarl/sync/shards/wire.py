@@ -3,13 +3,15 @@ tensor) once for every rank that stores it, or once for all ranks of a machine, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 import numpy as np
 
 from megarl.sync.shards.assign import ReceivingRank
+from megarl.sync.shards.boxes import GpuPlace, ServerStorage
 from megarl.sync.shards.cuts import PartTable, cut_parts
 from megarl.sync.shards.links import NeedTable
 from megarl.sync.shards.table import Array, ColumnTable
@@ -92,26 +94,42 @@ class NeedRows:
     step: Array
 
 
-def cell_wire(cell: Sequence[int], receivers: Sequence[ReceivingRank], needs: NeedRows) -> CellWire:
-    """Return what is sent to one cell, which has the server ranks with the numbers `cell`."""
-    machines: dict[str, list[int]] = {}
+def machines_of(servers: Sequence[ServerStorage], needs: NeedRows, trainers: TrainerHolders) -> dict[str, MachineNeeds]:
+    """Return what the server ranks of each machine need, by the name of the machine."""
+    members: dict[str, list[int]] = {}
+    places = (place for server in servers for place in server.places)
+    for number, place in enumerate(places):
+        members.setdefault(place.machine, []).append(number)
+    return {name: MachineNeeds(ranks, needs, trainers.near(name)) for name, ranks in members.items()}
+
+
+def cell_wire(
+    cell: Sequence[int], receivers: Sequence[ReceivingRank], needs: NeedRows, machines: Mapping[str, MachineNeeds]
+) -> CellWire:
+    """Return what is sent to the receivers with the numbers `cell`, which are all those of one cell.
+
+    Args:
+        machines: what the ranks of each machine need. The ranks of one that gathers are all in this cell.
+    """
+    members: dict[str, list[int]] = {}
     for number in cell:
-        machines.setdefault(receivers[number].place.machine, []).append(number)
+        members.setdefault(receivers[number].place.machine, []).append(number)
     boxes: list[WireTable] = []
     targets: list[WireTargets] = []
     parts: list[PartTable] = []
     ends: list[Array] = []
     fans: list[tuple[int, ...]] = []
     count = 0
-    for members in machines.values():
-        machine = _MachineNeeds(members, needs)
-        box, target, part, receiver, groups = machine.fanned() if machine.gains() else machine.plain()
-        boxes.append(box.replace(fan=np.where(box.fan >= 0, box.fan + len(fans), -1)))
-        targets.append(target.replace(box=target.box + count))
-        parts.append(part.replace(row=part.row + count))
-        ends.append(receiver)
-        fans += groups
-        count += len(box)
+    for name, ranks in members.items():
+        machine = machines[name]
+        wires = machine.fanned() if machine.gathers else machine.plain(ranks, needs)
+        for box, target, part, receiver, groups in wires:
+            boxes.append(box.replace(fan=np.where(box.fan >= 0, box.fan + len(fans), -1)))
+            targets.append(target.replace(box=target.box + count))
+            parts.append(part.replace(row=part.row + count))
+            ends.append(receiver)
+            fans += groups
+            count += len(box)
     joined, part = WireTable.joined(boxes), PartTable.joined(parts)
     kind_of_fan = np.array([*_kinds(fans), 0], np.int64)
     kinds = kind_of_fan[joined.fan[part.row]]
@@ -136,76 +154,163 @@ def _kinds(fans: Sequence[Sequence[int]]) -> list[int]:
     return kinds
 
 
-class _MachineNeeds:
-    """Decides how the boxes that a cell's ranks on one machine need are sent to them; `members`: numbers of these
-    ranks."""
+#: Boxes, targets, parts, number of the receiver of each part, and groups that gather.
+_Wire = tuple[WireTable, WireTargets, PartTable, Array, list[tuple[int, ...]]]
 
-    def __init__(self, members: list[int], needs: NeedRows) -> None:
-        self.members, self.needs = members, needs
+
+class TrainerHolders:
+    """On which machines the trainer's ranks hold boxes.
+
+    Args:
+        sets: the sets of ranks that hold a box; `places`: where each rank runs.
+    """
+
+    def __init__(self, sets: Sequence[tuple[int, ...]], places: Sequence[GpuPlace]) -> None:
+        self._machines = [{places[rank].machine for rank in ranks} for ranks in sets]
+
+    def near(self, machine: str) -> Array:
+        """Return for each set whether a rank of it runs on `machine`: bool [sets]."""
+        return np.array([machine in names for names in self._machines], bool)
+
+
+@dataclass(frozen=True, eq=False)
+class _MachineRows:
+    """Needs of ranks of one machine.
+
+    Attributes:
+        members: numbers of the receivers.
+        need: int64 [n], row of each need in `NeedRows.table`; `member`: int64 [n], its rank's place in `members`.
+        table: the needs; `holders`: int32 [n], set of trainer ranks that hold the box.
+        step: as in `NeedRows`.
+    """
+
+    members: Sequence[int]
+    need: Array
+    member: Array
+    table: NeedTable
+    holders: Array
+    step: Array
+
+    @classmethod
+    def of(cls, members: Sequence[int], needs: NeedRows) -> _MachineRows:
+        """Return all needs of the receivers with the numbers `members`."""
         spans = [(needs.first[number], needs.last[number]) for number in members]
-        self.need = np.concatenate([np.arange(*span) for span in spans])
-        self.member = np.repeat(np.arange(len(members)), [end - start for start, end in spans])
-        self.table = needs.table.take(self.need)
-        self.who = np.array(members)[self.member]
-        self.holders = needs.holders[self.table.box]
+        need = np.concatenate([np.arange(*span) for span in spans])
+        member = np.repeat(np.arange(len(members)), [end - start for start, end in spans])
+        table = needs.table.take(need)
+        return cls(members, need, member, table, needs.holders[table.box], needs.step)
+
+    def take(self, rows: Array) -> _MachineRows:
+        """Return these needs."""
+        need, member, holders = self.need[rows], self.member[rows], self.holders[rows]
+        return _MachineRows(self.members, need, member, self.table.take(rows), holders, self.step)
+
+    @property
+    def who(self) -> Array:
+        """Number of the receiver of each need: int64 [n]."""
+        return np.array(self.members)[self.member]
+
+    @property
+    def extent(self) -> Array:
+        """Size of each box along its `extent_dim`: int64 [n]."""
         size = self.table.hi - self.table.lo
-        self.extent = np.take_along_axis(size, extent_dim(size)[:, None], 1)[:, 0]
+        return np.take_along_axis(size, extent_dim(size)[:, None], 1)[:, 0]
 
-    def gains(self) -> bool:
-        """Return whether each rank should receive stripes (shares) of the boxes, which the ranks then exchange."""
-        if len(self.members) == 1:
+
+class MachineNeeds:
+    """The boxes that the server ranks of a machine need, and whether the ranks gather stripes of them.
+
+    Boxes that a trainer rank of this machine holds do not cross the network. They are sent to each rank that stores
+    them.
+
+    Args:
+        members: numbers of the receivers on the machine.
+        near: bool, for each set of trainer ranks whether one of them runs on this machine.
+    """
+
+    def __init__(self, members: Sequence[int], needs: NeedRows, near: Array) -> None:
+        rows = _MachineRows.of(members, needs)
+        self._all = self._far = rows
+        self._near: _MachineRows | None = None
+        is_near = near[rows.holders]
+        if is_near.any():
+            self._near, self._far = rows.take(is_near), rows.take(~is_near)
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether the ranks receive stripes and gather them, because several need the same boxes."""
+        far = self._far
+        if len(np.unique(far.member)) < 2:
             return False
-        self.box = self._equal_boxes()
-        unique = np.zeros(self.box.max() + 1, np.int64)
-        unique[self.box] = self.table.nbytes
-        most = np.bincount(self.member, self.table.nbytes).max()
-        return bool(most > FAN_GAIN * unique.sum() / len(self.members))
+        unique = np.zeros(self._box.max() + 1, np.int64)
+        unique[self._box] = far.table.nbytes
+        most = np.bincount(far.member, far.table.nbytes).max()
+        return bool(most > FAN_GAIN * unique.sum() / len(far.members))
 
-    def plain(self) -> tuple[WireTable, WireTargets, PartTable, Array, list[tuple[int, ...]]]:
-        """Return boxes, targets, parts, receivers and groups for ranks that each receive all that they store."""
-        rows = np.arange(len(self.need))
-        boxes = WireTable(self.need, self.holders, np.full(len(rows), -1))
-        part = PartTable(rows, np.zeros_like(rows), self.extent, self.table.nbytes)
-        return boxes, WireTargets(rows, self.who, self.need), part, self.who, []
+    @cached_property
+    def _box(self) -> Array:
+        return _equal_boxes(self._far)
 
-    def fanned(self) -> tuple[WireTable, WireTargets, PartTable, Array, list[tuple[int, ...]]]:
-        """Return boxes, targets, parts, receivers and groups for ranks that exchange stripes (shares) of boxes which
-        several of them store."""
-        order = np.argsort(self.box, kind="stable")
-        first = order[np.flatnonzero(np.diff(self.box[order], prepend=-1))]  # first row of each box
-        stored = np.zeros((len(first), len(self.members)), bool)
-        stored[self.box, self.member] = True
-        patterns, pattern = np.unique(np.packbits(stored, axis=1), axis=0, return_inverse=True)
-        pattern = pattern.reshape(-1)
-        groups = [np.flatnonzero(np.unpackbits(bits, count=len(self.members))) for bits in patterns]
-        fans = [tuple(np.array(self.members)[group].tolist()) for group in groups if len(group) > 1]
-        number = np.cumsum([len(group) > 1 for group in groups]) - 1
-        fan = np.where([len(group) > 1 for group in groups], number, -1)[pattern]
-        boxes = WireTable(self.need[first], self.holders[first], fan)
-        rows = np.arange(len(first))
-        whole = PartTable(rows, np.zeros_like(rows), self.extent[first], self.table.nbytes[first])
-        parts, receiver = [whole.take(fan < 0)], [self.who[first][fan < 0]]
-        order_of_boxes = np.lexsort((boxes.holders, fan))
-        order_of_boxes = order_of_boxes[fan[order_of_boxes] >= 0]
-        key = fan[order_of_boxes].astype(np.int64) << 32 | boxes.holders[order_of_boxes]
-        for chosen in np.split(order_of_boxes, np.flatnonzero(np.diff(key)) + 1) if len(key) else []:
-            share, ranks = whole.take(chosen), np.array(fans[fan[chosen[0]]])
-            total = int(share.nbytes.sum())
-            ends = total * np.arange(1, len(ranks) + 1) // len(ranks)
-            least = min(_STRIPE, total // len(ranks) // 50)
-            cut, stripe = cut_parts(share, ends, self.needs.step[self.table.tensor[first[chosen]]], least)
-            parts.append(cut)
-            receiver.append(ranks[stripe])
-        targets = WireTargets(self.box[order], self.who[order], self.need[order])
-        return boxes, targets, PartTable.joined(parts), np.concatenate(receiver), fans
+    def fanned(self) -> list[_Wire]:
+        """Return what is sent if the ranks gather stripes of what crosses the network."""
+        near = [] if self._near is None else [_plain(self._near)]
+        return [_fanned(self._far, self._box), *near]
 
-    def _equal_boxes(self) -> Array:
-        """Number the different boxes in `table` from 0, in order; return the number of each row's box: int64 [n]."""
-        corners = np.concatenate([self.table.lo, self.table.hi], 1)
-        order = np.lexsort((self.member, *corners.T[::-1], self.table.box))
-        box, corners = self.table.box[order], corners[order]
-        new = np.ones(len(order), bool)
-        new[1:] = (box[1:] != box[:-1]) | (corners[1:] != corners[:-1]).any(1)
-        number = np.zeros(len(order), np.int64)
-        number[order] = np.cumsum(new) - 1
-        return number
+    def plain(self, ranks: Sequence[int], needs: NeedRows) -> list[_Wire]:
+        """Return what is sent to some of the receivers on the machine if each receives what it stores."""
+        return [_plain(self._all if list(ranks) == list(self._all.members) else _MachineRows.of(ranks, needs))]
+
+
+def _plain(rows: _MachineRows) -> _Wire:
+    """Return what is sent if each rank receives what it stores."""
+    count = np.arange(len(rows.need))
+    boxes = WireTable(rows.need, rows.holders, np.full(len(count), -1))
+    part = PartTable(count, np.zeros_like(count), rows.extent, rows.table.nbytes)
+    return boxes, WireTargets(count, rows.who, rows.need), part, rows.who, []
+
+
+def _fanned(rows: _MachineRows, box: Array) -> _Wire:
+    """Return what is sent if ranks that store the same boxes receive stripes and gather them.
+
+    Args:
+        box: as `_equal_boxes` returns it.
+    """
+    order = np.argsort(box, kind="stable")
+    first = order[np.flatnonzero(np.diff(box[order], prepend=-1))]  # the first rank's need of each box
+    stored = np.zeros((len(first), len(rows.members)), bool)
+    stored[box, rows.member] = True
+    patterns, pattern = np.unique(np.packbits(stored, axis=1), axis=0, return_inverse=True)
+    pattern = pattern.reshape(-1)
+    groups = [np.flatnonzero(np.unpackbits(bits, count=len(rows.members))) for bits in patterns]
+    fans = [tuple(np.array(rows.members)[group].tolist()) for group in groups if len(group) > 1]
+    number = np.cumsum([len(group) > 1 for group in groups]) - 1
+    fan = np.where([len(group) > 1 for group in groups], number, -1)[pattern]
+    boxes = WireTable(rows.need[first], rows.holders[first], fan)
+    count = np.arange(len(first))
+    whole = PartTable(count, np.zeros_like(count), rows.extent[first], rows.table.nbytes[first])
+    parts, receiver = [whole.take(fan < 0)], [rows.who[first][fan < 0]]
+    order_of_boxes = np.lexsort((boxes.holders, fan))
+    order_of_boxes = order_of_boxes[fan[order_of_boxes] >= 0]
+    key = fan[order_of_boxes].astype(np.int64) << 32 | boxes.holders[order_of_boxes]
+    for chosen in np.split(order_of_boxes, np.flatnonzero(np.diff(key)) + 1) if len(key) else []:
+        share, ranks = whole.take(chosen), np.array(fans[fan[chosen[0]]])
+        total = int(share.nbytes.sum())
+        ends = total * np.arange(1, len(ranks) + 1) // len(ranks)
+        least = min(_STRIPE, total // len(ranks) // 50)
+        cut, stripe = cut_parts(share, ends, rows.step[rows.table.tensor[first[chosen]]], least)
+        parts.append(cut)
+        receiver.append(ranks[stripe])
+    targets = WireTargets(box[order], rows.who[order], rows.need[order])
+    return boxes, targets, PartTable.joined(parts), np.concatenate(receiver), fans
+
+
+def _equal_boxes(rows: _MachineRows) -> Array:
+    """Return a number for each need, equal for the same box, counted in the order of the boxes."""
+    corners = np.concatenate([rows.table.lo, rows.table.hi], 1)
+    order = np.lexsort((rows.member, *corners.T[::-1], rows.table.box))
+    box, corners = rows.table.box[order], corners[order]
+    new = np.ones(len(order), bool)
+    new[1:] = (box[1:] != box[:-1]) | (corners[1:] != corners[:-1]).any(1)
+    number = np.zeros(len(order), np.int64)
+    number[order] = np.cumsum(new) - 1
+    return number

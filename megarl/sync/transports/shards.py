@@ -50,7 +50,7 @@ def own_shards(
     Args:
         table: the tensors to send.
         ranks: coordinate of every trainer rank.
-        hosts: host of every trainer rank.
+        hosts: host name of every trainer rank.
         wire: dtype in which tensors are sent, such as `bfloat16`.
     """
     tensors = tensors_of(table, wire)

@@ -90,6 +90,25 @@ def test_what_is_no_box_is_refused_by_name(shards):
         shards.storage_of(Model(0, torch.float32), tables({"padded": (HIDDEN, 11)}))
 
 
+class Quantised(torch.nn.Module):
+    """A layer of a server with FP8 weights, whose scales come with the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3, 4).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+
+
+def test_a_server_with_quantised_weights_is_refused_by_the_name_of_a_parameter(shards):
+    with pytest.raises(
+        shards.CannotDescribe, match=r"parameter weight has dtype torch\.float8_e4m3fn, and tensor 0 comes"
+    ):
+        shards.storage_of(Quantised(), tables({"0": (3, 4)}, "bfloat16"))
+
+
 class Skipping(Interleaving):
     def load_weights(self, weights) -> None:
         for _, tensor in weights:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from megarl.sync.shards.boxes import BoxTable, RankStorage, ServerStorage
+from megarl.sync.shards.boxes import BoxTable, GpuPlace, RankStorage, ServerStorage
 from megarl.sync.shards.plan import UpdatePlan
 from megarl.sync.shards.rounds import RoundLimits
 from megarl.system.errors import UserError
@@ -26,8 +27,12 @@ CASES = {
 }
 
 
-def plan_of(made: Job, limits: RoundLimits = SMALL) -> UpdatePlan:
-    return UpdatePlan(made.tensors, made.trainer, trainer_places(len(made.trainer)), made.servers, limits)
+def plan_of(made: Job, limits: RoundLimits = SMALL, near: Sequence[int] = ()) -> UpdatePlan:
+    """`near`: ranks of the trainer that run on the first machine of servers."""
+    places = trainer_places(len(made.trainer))
+    for rank in near:
+        places[rank] = GpuPlace(made.servers[0].places[0].machine, 8 + rank)
+    return UpdatePlan(made.tensors, made.trainer, places, made.servers, limits)
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -113,6 +118,22 @@ def test_ranks_of_a_machine_with_the_same_parameters_receive_equal_stripes() -> 
     into = np.bincount(plan.receiver_numbers, plan.messages.nbytes, len(plan.receivers))
 
     assert into.max() <= 1.1 * into.mean()
+
+
+def test_what_is_on_the_machine_is_not_gathered() -> None:
+    made = job("qwen3", trainer(pp=2), 1, servers=2)
+    first_stage = [rank for rank, storage in enumerate(made.trainer) if storage is made.trainer[0]]
+    plan = plan_of(made, near=first_stage)
+
+    test_each_rank_of_a_server_gets_its_parameters((made, plan))
+    out = np.bincount(plan.messages.sender, plan.messages.nbytes, 2)
+    far, near = plan_of(made), plan_of(made, near=[0, 1])
+    once = np.bincount(far.messages.sender, far.messages.nbytes, 2)
+    # the other stage's bytes cross the network once for both servers; alignment is at most a few bytes of a box
+    np.testing.assert_allclose(out, once * [2, 1], rtol=0.05)
+    assert not len(near.fans)
+    assert {receiver.cell for receiver in near.receivers} == {0, 1}
+    assert {receiver.cell for receiver in far.receivers} == {0}
 
 
 def least_load(plan: UpdatePlan) -> float:

@@ -8,6 +8,7 @@ to them. Keys of the store begin with the name of the run (`prefix`):
 
     tensors              table of all tensors, from the trainer
     storage/S/R          how rank R of server S stores them, from this rank
+    machine/S/R          name of the machine on which it runs, from this rank
     program/P/S/R        the rank's part of the transfer program named P, from the trainer
     V/ready/S/R          set when the rank is ready for the rounds of update V
     V/beat/S/R           heartbeat: counts up twice a second while the rank runs the rounds
@@ -23,6 +24,7 @@ import datetime
 import io
 import json
 import math
+import socket
 import sys
 import threading
 import time
@@ -85,12 +87,13 @@ class _Described:
 
 _DESCRIBED: WeakKeyDictionary[Any, _Described] = WeakKeyDictionary()
 _STORES: dict[tuple[str, int], dist.TCPStore] = {}  # address -> store of the last trainer
-_GROUPS: dict[str, dist.ProcessGroup] = {}  # name -> process group of the last cell
+_GROUPS: dict[str, dist.ProcessGroup] = {}  # name -> process group of the last cell, and of this machine's ranks in it
 _ROUNDS: dict[str, list[Any]] = {}  # key of this rank's part of the last program -> its rounds
 
 
 def describe(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Write to the trainer's store which box (rectangular part) of which tensor lies where in this rank's parameters.
+    """Write to the trainer's store which box (rectangular part) of which tensor lies where in this rank's parameters,
+    and the name of its machine.
 
     Args:
         model: model of the server, as SGLang passes it to a loader.
@@ -108,6 +111,7 @@ def describe(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     _ROUNDS.clear()  # rounds have views of parameters, which may have moved
     out = io.BytesIO()
     np.savez_compressed(out, **arrays)
+    store.set(f"{header['prefix']}/machine/{header['server']}/{header['rank']}", socket.gethostname())
     store.set(f"{header['prefix']}/storage/{header['server']}/{header['rank']}", out.getvalue())  # type: ignore[arg-type]  # str in torch's stub
 
 
@@ -142,6 +146,7 @@ def storage_of(model: Any, tables: dict[str, Any]) -> tuple[_Described, dict[str
                 raise CannotDescribe(
                     f"tensor {name}: the model's loading code copies it to memory that is not a contiguous parameter"
                 )
+            _refuse_quantised(owner, parameters[owner].dtype, name, dtypes[number])
             boxes.setdefault(owner, []).append((number, lo, hi, offset, strides, _COPY))
     for name, rows in boxes.items():
         rows += _padding(name, parameters[name], rows)
@@ -162,6 +167,15 @@ def storage_of(model: Any, tables: dict[str, Any]) -> tuple[_Described, dict[str
     }
     zeros = [parameters[name].data.view(-1)[row[3] :] for name in listed for row in boxes[name] if row[5] == _ZERO]
     return _Described(listed, [p.data for p in described], dtypes, zeros), arrays
+
+
+def _refuse_quantised(parameter: str, stored: torch.dtype, tensor: str, sent: str) -> None:
+    """Raise CannotDescribe if a parameter's numbers mean something only together with scales, which are not sent."""
+    if (not stored.is_floating_point or stored.itemsize == 1) and str(stored) != f"torch.{sent}":
+        raise CannotDescribe(
+            f"parameter {parameter} has dtype {stored}, and tensor {tensor} comes as {sent}, without the scales of "
+            "quantised weights; start the server without quantisation"
+        )
 
 
 def _padded(shape: Sequence[int]) -> tuple[int, ...]:
@@ -256,21 +270,19 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     if part not in _ROUNDS:
         _ROUNDS.clear()  # frees the buffers of the last program's rounds
         tables = _unpack(store.get(part))
-        _ROUNDS[part] = exchange.rounds_of_receiver(tables, described.parameters, described.dtypes)
+        _ROUNDS[part] = exchange.rounds_of_receiver(tables, described.parameters, described.dtypes, (server, rank))
     dead = f"{prefix}/dead/{number}"
     store.set(f"{prefix}/ready/{server}/{rank}", header["program"])
     with _beating(header, f"{prefix}/beat/{server}/{rank}"):
         try:
-            if cell.name not in _GROUPS:
-                _leave_groups()
-                place = cell.of_server(server, rank)
-                _GROUPS[cell.name] = exchange.join(store, cell, place, header["backend"], header["timeout_s"])
+            machine = _join(store, cell, header)
             failed = exchange.RoundRunner(
                 _ROUNDS[part],
                 sends=False,
                 look=_looking(store, dead),
                 lost=lambda _, why: store.compare_set(dead, "", f"rank {rank} of server {server}: {why}"),
                 deadline_s=header["timeout_s"],
+                machine=machine,
             ).run({number: _GROUPS[cell.name]}, {number: cell}, {})
         except Exception as error:
             failed = {number: str(error).partition("\n")[0]}
@@ -289,6 +301,22 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
             of_all = {name: int(hashes.parameter_hash(parameter)) % (1 << 64) for name, parameter in pairs}
             store.set(f"{prefix}/hashes/{server}/{rank}", json.dumps(of_all))
         store.set(f"{prefix}/done/{server}/{rank}", header["program"])
+
+
+def _join(store: dist.Store, cell: Any, header: dict[str, Any]) -> Any:
+    """Join the group of a cell and that of this rank's machine, unless this rank is in them; return the `StripeGroup`
+    of the machine, or None if this rank gathers nothing."""
+    server, rank, options = header["server"], header["rank"], (header["backend"], header["timeout_s"])
+    if cell.name not in _GROUPS:
+        _leave_groups()
+        _GROUPS[cell.name] = exchange.join(store, cell.name, cell.size, cell.of_server(server, rank), *options)
+    gathering = cell.gathering(server, rank)
+    if gathering is None:
+        return None
+    name, members = gathering
+    if name not in _GROUPS:
+        _GROUPS[name] = exchange.join(store, name, len(members), members.index((server, rank)), *options)
+    return exchange.StripeGroup(_GROUPS[name], members)
 
 
 def _store(header: dict[str, Any]) -> dist.TCPStore:
