@@ -4,10 +4,9 @@
     python -m megarl.benchmarks.sync.shards --only 30B --json shards.json
 
 Nothing is sent. Every row is a whole plan, made by the function that runs use. Runs refuse servers on the trainer's
-GPUs and data-parallel attention. `plan` is the number of CPU-seconds that a plan takes on this machine, with
-the trainer's storages but without the servers' descriptions, which come over the network; `MB` is what the fullest rank
-keeps of it. Links are those of H100s: 400 Gbit/s for each GPU, of which rounds reach `shard_share`,
-and 450 GB/s inside a machine.
+GPUs. `plan` is the number of CPU-seconds that a plan takes on this machine, with the trainer's storages but without the
+servers' descriptions, which come over the network; `MB` is what the fullest rank keeps of it. Links are those of H100s:
+400 Gbit/s for each GPU, of which rounds reach `shard_share`, and 450 GB/s inside a machine.
 """
 
 from __future__ import annotations

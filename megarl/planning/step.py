@@ -330,11 +330,13 @@ class StepFormulas:
     def _shard_update(self, actor: TeamPlan, servers: int, ranks: int) -> list[Cost]:
         """Return the costs of a weight update in which trainer ranks send their shards directly to the server ranks
         that store them (formula W2 of docs/planning.md)."""
-        size = self.served.parameters * BYTES[self.config.rollout_dtype]
-        if self.config.rollout.sglang.attention_dp > 1:  # several ranks of a server store the same heads
-            size = self.server_weights * ranks
+        size: float = self.served.parameters * BYTES[self.config.rollout_dtype]
+        groups = self.config.rollout.sglang.attention_dp
         fullest = fullest_stage(self.served, actor.parallel)
         near = self.config.rollout.colocated or self.hardware.nodes == 1
+        if groups > 1:  # each group of a server's ranks stores all heads; they cross the network once for each machine
+            copies = groups if near else min(groups, -(-ranks // self.hardware.per_node))
+            size += (self.server_weights * ranks - size) / (groups - 1) * (copies - 1)
         update = ShardUpdateSize(size, actor.devices, fullest, servers, ranks, near)
         fixed, seconds = shard_update_seconds(update, self._links)
         received = update.received(self.hardware.per_node)
