@@ -692,7 +692,7 @@ class GroupGenerator:
         return turns.is_over
 
     def _forget(self, slot: int) -> None:
-        """Free the engine's cache of the slot."""
+        """Free what the engine has cached for the sample in `slot`."""
         if slot in self._submitted and self._generation is not None:
             self._generation.forget(slot)
             self._submitted.discard(slot)

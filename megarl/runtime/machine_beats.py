@@ -144,8 +144,8 @@ class MachineBeats:
         self._records, self._blocks, self._read = {}, {}, 0.0
 
     def _refresh(self, age_s: float) -> None:
-        """Read the machines' files again if the last time was at least `age_s` seconds ago; of a file that a rank is
-        writing, keep the former content."""
+        """Read the machines' files again if the last time was at least `age_s` seconds ago. If a file is being written,
+        keep what it had before."""
         now = time.monotonic()
         if now - self._read < age_s:
             return

@@ -59,7 +59,7 @@ class Meetings:
         self._called = True
 
     def is_called(self) -> bool:
-        """Return whether the next meeting has been called, without waiting.
+        """Return whether the next meeting, which all ranks must join, has been called; never waits.
 
         The rank that arrives for a party checks the store a few times a second. Other ranks of the party return whether
         they have called the meeting themselves.
@@ -73,8 +73,8 @@ class Meetings:
         return self._called
 
     def await_call(self) -> bool:
-        """Record that this party is idle, wait for a fraction of a second, and return whether the next meeting has been
-        called. The caller repeats this until the result is True, and then joins the meeting.
+        """Record that this party is idle, wait for a fraction of a second, and return whether the next meeting of all
+        ranks has been called. The caller repeats this until the result is True, and then joins the meeting.
 
         Raises:
             WorkerError: a party that is not idle has made no progress for the world's deadline.
@@ -99,7 +99,8 @@ class Meetings:
         return self._called
 
     def begin(self) -> None:
-        """Begin the meeting that was called: from now on, `call` calls the meeting after it. Every rank does this."""
+        """Begin the meeting of all ranks that was called: from now on, `call` calls the meeting after it. Every rank
+        makes this call."""
         if self._store is not None and self._world.rank == 0:
             for name in ("called", "idle", *(f"idle/{party}" for party in range(self._parties))):
                 # keys of the previous meeting, which every rank has joined

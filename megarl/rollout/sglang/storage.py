@@ -105,7 +105,7 @@ class TracedTensor:
         return _Parts(self, dim, [0, *itertools.accumulate(sizes)])
 
     def transpose(self, first: int, second: int) -> TracedTensor:
-        """Return the tensor with two dimensions exchanged; the tensor must consist of one box."""
+        """Return the tensor with two dimensions exchanged; it must be one part of one checkpoint tensor."""
         (block,) = self.blocks
         order = list(range(len(block.axes)))
         order[first], order[second] = order[second], order[first]
@@ -114,7 +114,7 @@ class TracedTensor:
         )
 
     def float(self) -> TracedTensor:
-        """Return the tensor itself, because the record of boxes does not depend on the dtype."""
+        """Return the tensor itself, because the record of its parts does not depend on the dtype."""
         return self
 
     bfloat16 = float
@@ -199,7 +199,8 @@ def predicted_storage(
 
 
 def _row(block: _Block, parameter: int, offset: int) -> tuple[int, ...]:
-    """Return the row of `BoxTable` for a box whose view is stored in row-major order from `offset` in a parameter."""
+    """Return the row of `BoxTable` for a box (a part of a tensor) whose view is stored in row-major order from `offset`
+    in a parameter."""
     spans, axes = list(block.spans), list(block.axes)
     sizes = [stop - start for start, stop in spans]
     if len(spans) > DIMS:  # merge the last dimensions, which no layout splits or transposes
@@ -239,7 +240,7 @@ def check_described(described: RankStorage, predicted: RankStorage, where: str) 
 
 
 def _by_parameter(storage: RankStorage) -> dict[str, list[list[int]]]:
-    """Return the boxes of each parameter by its name, in the order in which they lie in its memory.
+    """Return the boxes (parts of tensors) in each parameter, by its name, in the order of its memory.
 
     A box is a list of numbers: tensor, lo (3), hi (3), offset, strides (3).
     """

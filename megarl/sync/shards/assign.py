@@ -64,7 +64,8 @@ class TrainerParts:
     senders: Array
 
     def phase(self, sender: Array, cell: int) -> Array:
-        """Return the phase of the update in which each trainer rank in `sender` sends to a cell."""
+        """Return the phase of the update in which each trainer rank in `sender` sends to `cell` (the number of a set of
+        servers that share a process group)."""
         return (self.part[sender] - self.index[cell]) % self.ways[cell]
 
 
@@ -121,7 +122,7 @@ def divide_trainer(demand: Demand, senders: int, receivers: int, cells: int) -> 
 
 
 def _linked(serves: Array) -> list[list[int]]:
-    """Group the cells such that two cells in different groups have no common sender.
+    """Group the cells (servers that share a process group) such that cells in different groups have no common sender.
 
     Args:
         serves: bool [senders, cells], whether each rank may send to each cell.

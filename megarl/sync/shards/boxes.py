@@ -103,7 +103,7 @@ class BoxTable(ColumnTable):
 
     @property
     def numel(self) -> Array:
-        """Number of elements of each box: int64 [n]."""
+        """Number of elements of each box (part of a tensor): int64 [n]."""
         return (self.hi - self.lo).prod(1)
 
 
@@ -139,7 +139,7 @@ class RankStorage:
         """Return the storage from the result of `arrays`.
 
         Raises:
-            ValueError: a box refers to a parameter that is not listed, or has an unknown rule.
+            ValueError: a box (part of a tensor) refers to a parameter that is not listed, or has an unknown rule.
         """
         parameters = ParameterTable.of_arrays("parameters", arrays)
         boxes = BoxTable.of_arrays("boxes", arrays)

@@ -12,7 +12,7 @@ from megarl.sync.shards.table import Array, ColumnTable
 
 @dataclass(frozen=True, eq=False)
 class PartTable(ColumnTable):
-    """Parts of boxes: the rows [first, last) along the first dimension in which the box has more than one element.
+    """Rows [first, last) of boxes (parts of tensors) along the box's first dimension with more than one element.
 
     Attributes:
         row: int32 [n], row of the box in `WireTable`.

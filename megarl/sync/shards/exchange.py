@@ -73,11 +73,11 @@ class ServerCell:
         return len(self.trainers) + sum(self.servers.values())
 
     def of_trainer(self, rank: int) -> int:
-        """Return the group's rank of trainer rank `rank`."""
+        """Return the process-group rank of trainer rank `rank`."""
         return self.trainers.index(rank)
 
     def of_server(self, server: int, rank: int) -> int:
-        """Return the group's rank of rank `rank` of server `server`."""
+        """Return the process-group rank of rank `rank` of server `server`."""
         before = sum(ranks for number, ranks in self.servers.items() if number < server)
         return len(self.trainers) + before + rank
 
@@ -325,7 +325,8 @@ class RoundRunner:
     def run(
         self, groups: Mapping[int, dist.ProcessGroup], cells: Mapping[int, ServerCell], failed: Mapping[int, str]
     ) -> dict[int, str]:
-        """Run the rounds of all cells, and return the reason for each cell that was given up, by its number.
+        """Run the rounds of all cells (process groups of trainer ranks and servers), and return the reason for each
+        cell that was given up, by its number.
 
         Args:
             groups, cells: process group of each cell, and its ranks.

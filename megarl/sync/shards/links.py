@@ -55,7 +55,8 @@ class SharedBoxes:
     _dtype: Array
 
     def views(self, boxes: Array, senders: Array, lo: Array) -> HeldViews:
-        """Return where trainer rank `senders[i]` stores the part of box `boxes[i]` that begins at the index `lo[i]`."""
+        """Return where trainer rank `senders[i]` stores the part of box number `boxes[i]` (a part of a tensor) that
+        begins at the tensor's index `lo[i]`."""
         at = np.searchsorted(self._keys, boxes * np.int64(self.storage_of.max() + 1) + self.storage_of[senders])
         strides = self._strides[at]
         offset = self._offset[at] + ((lo - self.lo[boxes]) * strides).sum(1)
@@ -88,7 +89,11 @@ class NeedTable(ColumnTable):
 
 
 def share_boxes(storages: Sequence[RankStorage]) -> SharedBoxes:
-    """Return the boxes that trainer ranks store, each once; `storages`: how each trainer rank stores the model."""
+    """Return the boxes (parts of tensors) that trainer ranks store, each once, with the ranks that hold it.
+
+    Args:
+        storages: how each trainer rank stores the model.
+    """
     numbers: dict[int, int] = {}
     storage_of = np.array([numbers.setdefault(id(storage), len(numbers)) for storage in storages], np.int64)
     different = {number: storage for storage, number in zip(storages, storage_of.tolist(), strict=True)}
@@ -125,7 +130,8 @@ def share_boxes(storages: Sequence[RankStorage]) -> SharedBoxes:
 
 
 def _holder_sets(storage: Array, first: Array, members: list[list[int]]) -> tuple[tuple[tuple[int, ...], ...], Array]:
-    """Return the different sets of ranks that hold a box, and the index of each box's set: int32 [B].
+    """Return the different sets of ranks that hold a box (a part of a tensor), and the index of each box's set: int32
+    [B].
 
     Args:
         storage: the storages that have each box; those of box b are `storage[first[b] : first[b + 1]]`.
@@ -210,7 +216,7 @@ def check_blocks(storage: RankStorage, tensors: TensorTable, where: str) -> None
 
 
 def check_tiling(storage: RankStorage, where: str) -> None:
-    """Check that the boxes of a rank cover every element of each parameter exactly once.
+    """Check that the boxes (parts of tensors) of a rank cover every element of each parameter exactly once.
 
     Args:
         where: name of server and rank, for messages.
@@ -270,8 +276,8 @@ def _disjoint(storage: RankStorage, number: int) -> bool:
 
 
 def _disjoint_elements(offset: Array, size: Array, strides: Array, numel: int) -> bool:
-    """Return whether no element of a parameter is in two boxes, by counting the boxes of each element. A parameter of
-    more than `_COUNTED` elements is not checked: False."""
+    """Return whether no element of a parameter is in two boxes (parts of tensors), by counting the boxes of each
+    element. A parameter of more than `_COUNTED` elements is not checked: False."""
     if numel > _COUNTED:
         return False
     counts = np.zeros(numel, np.int32)

@@ -61,7 +61,8 @@ def lay_out(sent: SentParts, receivers: Sequence[ReceivingRank], fans: Sequence[
     """Return the messages of all rounds, with their places in the buffers of senders and receivers.
 
     Args:
-        fans: for each group of server ranks that exchange stripes (shares of a box), the numbers of these ranks.
+        fans: for each group of server ranks on a machine that exchange stripes (shares of a part of a tensor), the
+            numbers of these ranks.
     """
     keys = (sent.direct, sent.fan, sent.receiver, sent.sender, sent.cell, sent.number, sent.phase)
     order = np.lexsort(keys)
@@ -94,7 +95,7 @@ class _MessageColumns:
 def _in_buffers(
     columns: _MessageColumns, receivers: Sequence[ReceivingRank], fans: Sequence[Sequence[int]]
 ) -> tuple[MessageTable, FanTable]:
-    """Return the messages with their places in buffers, and the gathers."""
+    """Return the messages with their places in buffers, and the gathers (exchanges of stripes between server ranks)."""
     room = np.where(columns.direct, 0, _aligned(columns.nbytes))
     send_at = _running(room, columns.round, columns.sender)
     stripes = columns.fan >= 0
@@ -124,11 +125,13 @@ def _in_buffers(
 def _gathers(
     groups: Array, stripe: Array, receivers: Sequence[ReceivingRank], fans: Sequence[Sequence[int]]
 ) -> tuple[FanTable, Array]:
-    """Return the gathers, one row for each rank of each gather, and the number of the server rank of each row.
+    """Return the gathers (exchanges of stripes, shares of bytes, between server ranks on a machine), one row for each
+    rank of each gather, and the number of the server rank of each row.
 
     Args:
         groups: round * len(fans) + group of each gather.
         stripe: bytes that each rank of a gather contributes.
+        fans: the server ranks of each group.
     """
     rows = [
         (

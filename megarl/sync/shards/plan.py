@@ -47,7 +47,7 @@ class UpdatePlan:
         receivers: the ranks of all servers.
         parts: the parts of the trainer, which send to the cells (servers that share a process group) in turn.
         receiver_numbers: int64 [M], for each message the index of its receiver in `receivers`.
-        rounds, messages, fans: tables of the whole `TransferProgram`; `program` computes the other two for one rank.
+        rounds, messages, fans: tables of the whole `TransferProgram`; `program` computes the links and targets.
 
     Raises:
         UserError: a parameter of a server is not covered exactly once, or the trainer does not hold all of it.
@@ -104,7 +104,7 @@ class UpdatePlan:
         return NeedRows(NeedTable.joined(tables), first, last, self.shared.holders, step)
 
     def _join(self, planned: Sequence[CellShares]) -> None:
-        """Set the tables of the whole update from the parts that are sent to each cell."""
+        """Set the tables of the whole update from what is sent to each cell (servers that share a process group)."""
         boxes, groups = (
             np.cumsum([0, *(len(part) for part in parts)]).tolist()
             for parts in ([wire.boxes for wire in self.wires], [wire.fans for wire in self.wires])

@@ -179,11 +179,11 @@ class TransferProgram:
         return self._of_messages(keep, np.isin(fans.round.astype(np.int64) << 32 | fans.group, groups), own_targets)
 
     def _of_messages(self, keep: Array, fans: Array, targets: Array | None = None) -> TransferProgram:
-        """Return the transfers of some messages and gathers.
+        """Return the transfers of some messages and gathers (exchanges of stripes between server ranks).
 
         Args:
             keep: bool [M], the messages to keep.
-            fans: bool [F], the rows of gathers to keep.
+            fans: bool [F], the rows of `FanTable` to keep.
             targets: bool [U], which targets of these messages to keep; None: all.
         """
         links = keep[self.links.message]

@@ -41,7 +41,8 @@ class CellShares:
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Groups of the parts that are sent to a cell; parts with the same receiver, set of holders and kind form a group.
+    """Groups of the parts of tensors that are sent to a cell (servers that share a process group). Parts with the same
+    receiver, set of trainer ranks that hold them, and kind (`CellWire.kinds`) form a group.
 
     Attributes:
         order: int64 [n], indices of the parts, group by group.
@@ -83,7 +84,8 @@ class ShareScheduler:
         self._near: dict[tuple[int, str], Sequence[int]] = {}
 
     def shares(self, wires: Sequence[CellWire]) -> tuple[TrainerParts, list[CellShares]]:
-        """Return how the trainer's ranks take turns in sending to the cells, and what each rank sends to each cell."""
+        """Return how the trainer's ranks take turns in sending to the cells (servers that share a process group), and
+        what each rank sends to each cell."""
         groups = [
             _Groups.of(
                 (wire.receiver * len(self.sets) + wire.boxes.holders[wire.parts.row]) * (wire.kinds.max() + 1)
@@ -109,7 +111,8 @@ class ShareScheduler:
         return parts, shares
 
     def _least(self, total: int) -> int:
-        """Return the bytes of the smallest piece that is cut from a box, if an update sends `total` bytes."""
+        """Return the bytes of the smallest piece that is cut from a part of a tensor, if an update sends `total`
+        bytes."""
         return max(1, min(self.limits.message // 4, total // len(self.places) // 100))
 
     def _divide(self, demand: Demand, parts: TrainerParts, least: int) -> list[list[tuple[int, float]]]:
@@ -135,7 +138,7 @@ class ShareScheduler:
         return self._near[key]
 
     def _cut(self, wire: CellWire, group: _Groups, segments: list[list[tuple[int, float]]], least: int) -> CellShares:
-        """Return what each rank sends to a cell.
+        """Return what each trainer rank sends to a cell (servers that share a process group).
 
         Args:
             segments: (rank, bytes) of the senders of each group; they send consecutive bytes of the group, in order.
@@ -157,8 +160,8 @@ class ShareScheduler:
         return self.needs.step[self.needs.table.tensor[wire.boxes.need[parts.row]]]
 
     def rounds(self, cell: int, wire: CellWire, shares: CellShares, parts: TrainerParts) -> CellShares:
-        """Return the parts that are sent to a cell, cut where a round ends, with their rounds; ordered by phase, then
-        by pair of ranks."""
+        """Return the parts that are sent to a cell (servers that share a process group), cut where a round ends, with
+        their rounds. They are ordered by phase, then by pair of ranks."""
         shares = replace(shares, phase=parts.phase(shares.sender, cell))
         kinds = int(shares.kind.max()) + 1
         # parts that one rank needs (kind 0) and stripes of kind 1 share rounds; each other kind has rounds of its own

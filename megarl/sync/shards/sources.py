@@ -108,15 +108,15 @@ def _rank_storage(
 
 
 def _padded(region: TensorRegion) -> TensorRegion:
-    """Return a region with `DIMS` dimensions, as `padded_shape`. A region always has all of the merged dimensions."""
+    """Return a region with `DIMS` dimensions, as `padded_shape`. A region always spans all of the merged dimensions."""
     if len(region) <= DIMS:
         return (*region, *((0, 1),) * (DIMS - len(region)))
     return (*region[: DIMS - 1], (0, math.prod(stop - start for start, stop in region[DIMS - 1 :])))
 
 
 def _with_fp8(boxes: BoxTable, tensors: TensorTable) -> BoxTable:
-    """Return the boxes, and for each box sent in FP8 a box of its scales too. A scale has no place in a parameter; the
-    place of its block's first element is used."""
+    """Return the boxes (parts of tensors), and for each box sent in FP8 a box of its scales too. A scale has no place
+    in a parameter; the place of its block's first element is used."""
     quantised = tensors.dtypes[boxes.tensor] == "float8_e4m3fn"
     if not quantised.any():
         return boxes

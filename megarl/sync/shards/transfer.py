@@ -157,7 +157,7 @@ class ShardTransfer:
             checked: numbers of the receivers whose parameters are compared with what was sent, by hashes.
 
         Raises:
-            UserError: a receiver's parameter does not consist of boxes that the trainer's ranks hold.
+            UserError: a receiver's parameter does not consist of parts of tensors that the trainer's ranks hold.
             WorkerError: the ranks of the trainer have different plans, a receiver cannot describe its parameters, or a
                 compared parameter has other values than were sent.
         """
@@ -351,7 +351,8 @@ class ShardTransfer:
         return calls
 
     def _rounds(self, plan: _Plan, watch: CellWatch, report: SyncReport) -> dict[int, str]:
-        """Run this rank's rounds; return the reason for each cell that was given up, by the cell's number."""
+        """Run this rank's rounds; return the reason for each cell (receivers that share a process group) that was given
+        up, by the cell's number."""
         wanted = sorted({each.cell for each in plan.rounds})
         lost: dict[int, str] = {}
         for number in wanted:
@@ -486,7 +487,8 @@ class CellWatch:
         return [(server, rank) for server, ranks in self._cells[cell].servers.items() for rank in range(ranks)]
 
     def give_up(self, cell: int, why: str) -> None:
-        """Write to the store, for all ranks, that a cell is given up and why; the first reason is kept."""
+        """Write to the store, for all ranks, that a cell (receivers that share a process group) is given up, and why;
+        the first reason is kept."""
         self._store.compare_set(f"{self._name}/dead/{cell}", "", why)
 
     def dead(self, cell: int) -> str | None:
@@ -495,7 +497,8 @@ class CellWatch:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def look(self, cell: int) -> str | None:
-        """Return why a cell has to be given up: another rank has given it up, or a receiver's rank sends no heartbeat.
+        """Return why a cell (receivers that share a process group) has to be given up: another rank has given it up, or
+        a receiver's rank sends no heartbeat.
 
         None: there is no reason, or the last check was less than a quarter of a second ago.
         """
@@ -516,7 +519,7 @@ class CellWatch:
         return None
 
     def wait_ready(self, cell: int, limit_s: float) -> str | None:
-        """Wait until all ranks of the cell's receivers are ready; return why one is not, or None."""
+        """Wait until all ranks of the receivers in a cell (process group) are ready; return why one is not, or None."""
         keys = [f"{self._name}/ready/{server}/{rank}" for server, rank in self._ranks(cell)]
         end = time.monotonic() + limit_s
         while not self._store.check(keys):
@@ -530,8 +533,8 @@ class CellWatch:
         return None
 
     def wait_answer(self, cell: int, call: Future[None], limit_s: float) -> str | None:
-        """Wait for a receiver's answer, only briefly if its cell was given up. Return why the update of this receiver
-        failed, or None."""
+        """Wait for a receiver's answer, only briefly if its cell (the receivers in its process group) was given up.
+        Return why the update of this receiver failed, or None."""
         end = time.monotonic() + limit_s
         while not call.done():
             if (why := self.look(cell)) is not None:

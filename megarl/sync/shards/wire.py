@@ -40,7 +40,8 @@ class WireTable(ColumnTable):
 
 @dataclass(frozen=True, eq=False)
 class WireTargets(ColumnTable):
-    """The server ranks that store the boxes which are sent to a cell, ordered by box.
+    """The server ranks that store the boxes (parts of tensors) which are sent to a cell (servers that share a process
+    group), ordered by box.
 
     Attributes:
         box: int32 [U], row in `WireTable`.
@@ -137,7 +138,11 @@ def cell_wire(
 
 
 def extent_dim(size: Array) -> Array:
-    """Return the first dimension of each box that has more than one element: int64 [n] for sizes int64 [n, DIMS]."""
+    """Return for each box (part of a tensor) its first dimension with more than one element: int64 [n].
+
+    Args:
+        size: int64 [n, DIMS], size of each dimension.
+    """
     return (size > 1).argmax(1)
 
 

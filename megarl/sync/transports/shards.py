@@ -85,7 +85,7 @@ def planner(round_bytes: int) -> Planner:
 
 
 def refuse_shards(receivers: Receivers, *, adapters: bool) -> None:
-    """Check that weights can be sent from shard to shard.
+    """Check that trainer ranks can send weights directly to server ranks (`sync.transport=shards`).
 
     Raises:
         ConfigError: receivers take whole tensors only, or the weights to send are merged with adapters.

@@ -342,7 +342,8 @@ def _leave_groups() -> None:
 
 
 def _looking(store: dist.TCPStore, key: str) -> Callable[[int], str | None]:
-    """Return a function that returns why a cell was given up, or None; the reason is the value of `key` in the store.
+    """Return a function that returns why the trainer or another rank gave up this update, or None; the reason is the
+    value of `key` in the store.
 
     The function reads the store only a few times a second, because on a GPU it is called thousands of times a second.
     """

@@ -109,7 +109,7 @@ class ProbeTensor(Tensor):
         """Record that the model's loading code copies the elements of this probe to `target`.
 
         Raises:
-            CannotPatch: loading repeats elements, so that the shapes differ.
+            CannotPatch: the loading code repeats elements (broadcasts them to another shape).
         """
         if target.shape != self.shape or 0 in self.meta.stride():
             raise CannotPatch(
