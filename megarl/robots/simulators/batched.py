@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from .protocol import TaskSpec
 
-#: Numbers of environments, int64 [R].
+#: Numbers of R environments (rows), int64 [R].
 Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class RowSteps:
-    """The result of one environment step of R rows."""
+    """The result of one environment step of R environments (rows)."""
 
     success: Any  # whether the task is done, bool [R]
     terminated: Any  # whether the episode is over before its limit of environment steps: done or failed, bool [R]
@@ -38,14 +38,15 @@ class RowSteps:
 
 @dataclass(frozen=True)
 class Views:
-    """The observations of R rows."""
+    """The observations of R environments (rows)."""
 
     frames: Mapping[str, Any]  # pictures, uint8 [R, H, W, 3], by camera
     states: Any  # the robots' own states, float32 [R, state_dim]
 
 
 class BatchedSimulator:
-    """The base class of simulators of many environments; an object simulates one task."""
+    """The base class of simulators that run many environments in one process; an object simulates one task. A row is
+    the number of an environment."""
 
     spec: TaskSpec  # the description of this task
     #: Keys of `settings`, with their defaults.
@@ -57,34 +58,36 @@ class BatchedSimulator:
         raise NotImplementedError
 
     def __init__(self, task: str, settings: Mapping[str, Any], rows: int) -> None:
-        """Construct `rows` environments of the task with this name."""
+        """Construct `rows` environments of the task with the name `task`."""
         raise NotImplementedError
 
     def reset(self, rows: Rows, trials: NDArray[np.int64]) -> None:
-        """Begin an episode in each of `rows`, in the start states `trials` [R]; other rows stay as they are."""
+        """Begin an episode in each of `rows`, in the start states `trials` [R]; the other environments stay as they
+        are."""
         raise NotImplementedError
 
     def step(self, rows: Rows, actions: NDArray[np.float32]) -> RowSteps:
-        """Execute one action [D] in each of `rows`, from `actions` [R, D].
+        """Execute one environment step in each of `rows`, with the actions [R, D].
 
-        Numbers are clipped to -1 to 1, except by a simulator with its own units, which its file states.
+        Values of actions are clipped to -1 to 1, unless the simulator's file states that it has units of its own.
         """
         raise NotImplementedError
 
     def observe(self, rows: Rows) -> Views:
-        """Return the pictures and states of `rows`."""
+        """Return the present pictures and robots' states of `rows`."""
         raise NotImplementedError
 
     def instructions(self, rows: Rows) -> Sequence[str]:
-        """Return each episode's own instruction; empty: the task's instruction."""
+        """Return the instruction of each row's episode; empty: the instruction of the task."""
         return [""] * len(rows)
 
     def progress(self, rows: Rows) -> Any:
-        """Return the completed part of the task in each row, 0 to 1, float [R]; None: it is not measured."""
+        """Return the completed part of the task in each row, 0 to 1, float [R]; None: the simulator does not measure
+        it."""
         return None
 
     def expert(self, rows: Rows) -> Any:
-        """Return a scripted expert's actions, float32 [R, D]; None: there is no expert."""
+        """Return a scripted expert's next action in each row, float32 [R, D]; None: there is no expert."""
         return None
 
     def close(self) -> None:
@@ -92,5 +95,5 @@ class BatchedSimulator:
 
 
 def as_numpy(values: Any) -> NDArray[Any]:
-    """Return an array or a tensor of any device as a numpy array; copied only from another device."""
+    """Return an array, or a torch tensor on any device, as a numpy array; only a tensor on another device is copied."""
     return np.asarray(values.cpu() if hasattr(values, "cpu") else values)

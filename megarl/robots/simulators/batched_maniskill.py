@@ -25,11 +25,11 @@ from .protocol import TaskSpec
 
 
 class BatchedManiSkill(BatchedSimulator):
-    """Many scenes of one task of ManiSkill."""
+    """Many environments of one task of ManiSkill, simulated together on one device."""
 
     settings: ClassVar[Mapping[str, Any]] = {
         **ManiSkill.settings,
-        # where the physics run: gpu, the device of the trainer's rank, or cpu with a single environment
+        # where physics are simulated: gpu, the device of the trainer's rank; or cpu, with one environment only
         "sim_backend": "gpu",
         "render_backend": "gpu",
     }
@@ -69,14 +69,15 @@ class BatchedManiSkill(BatchedSimulator):
         check_actions(self._env, self.spec, chosen["control"])
 
     def reset(self, rows: Rows, trials: NDArray[np.int64]) -> None:
-        """Begin an episode in each of `rows`, with the trial as seed."""
+        """Begin an episode in each of `rows`, with the number of the trial as random seed."""
         for row, trial in zip(rows.tolist(), trials.tolist(), strict=True):
-            # A list of one seed would be continued at random, and the row would get one of those.
+            # ManiSkill extends a shorter list of seeds by random ones, and this row might get one of them.
             options = {"env_idx": self._torch.tensor([row], device=self._env.device)}
             self._raw, _ = self._env.reset(seed=[trial] * self._rows, options=options)
 
     def step(self, rows: Rows, actions: NDArray[np.float32]) -> RowSteps:
-        """Execute actions [R, D]. The seconds of `physics` include rendering, since every step renders."""
+        """Execute one environment step in each of `rows`, with the actions [R, D]. ManiSkill renders in every step, so
+        the seconds that are recorded as `physics` include rendering."""
         everyone = np.zeros((self._rows, self.spec.action_dim), np.float32)
         everyone[rows] = np.clip(actions, -1, 1)
         self._raw, _, _, _, info = self._env.step(self._torch.from_numpy(everyone).to(self._env.device))
@@ -90,9 +91,9 @@ class BatchedManiSkill(BatchedSimulator):
         return Views(frames, self._of(self._raw["agent"]["qpos"], rows).float())
 
     def close(self) -> None:
-        """Free the scenes."""
+        """Free the resources of all environments."""
         self._env.close()
 
     def _of(self, values: Any, rows: Rows) -> Any:
-        """Return the entries of `rows` of a tensor with all rows."""
+        """Return the entries of `rows` in `values`, a tensor with one entry for each environment."""
         return values[self._torch.from_numpy(rows).to(values.device)]

@@ -36,7 +36,7 @@ Floats = NDArray[np.float32]
 
 
 class BatchedReach(BatchedSimulator):
-    """Many environments of one task of the simulator `reach`."""
+    """Many environments of one task of the simulator `reach`, computed together with numpy."""
 
     settings = Reach.settings
 
@@ -57,7 +57,7 @@ class BatchedReach(BatchedSimulator):
         self._start, self._left = np.ones(rows), np.ones(rows)  # length of the path at the start, and now
 
     def reset(self, rows: Rows, trials: NDArray[np.int64]) -> None:
-        """Begin an episode in each of `rows`, in the scenes of `trials`."""
+        """Begin an episode in each of `rows`, in the start states `trials`."""
         for row, trial in zip(rows.tolist(), trials.tolist(), strict=True):
             if not 0 <= trial < self.spec.trials:
                 raise ValueError(f"{self.spec.name} has no trial {trial}; allowed: 0 to {self.spec.trials - 1}")
@@ -69,7 +69,8 @@ class BatchedReach(BatchedSimulator):
         self._start[rows] = self._left[rows] = self._remaining(rows)
 
     def step(self, rows: Rows, actions: NDArray[np.float32]) -> RowSteps:
-        """Execute one action [3] in each of `rows`."""
+        """Execute one environment step in each of `rows`, with the actions [R, 3]: motion in x and y, and whether to
+        lower the gripper (above 0)."""
         numbers = np.clip(np.asarray(actions, np.float64), -1, 1)
         self._move(rows, numbers[:, :2] * self._speed, numbers[:, 2] > 0)
         self._left[rows] = left = self._remaining(rows)
@@ -88,11 +89,11 @@ class BatchedReach(BatchedSimulator):
         return Views({"top": (picture + np.float32(0.5)).astype(np.uint8)}, states)
 
     def progress(self, rows: Rows) -> Doubles:
-        """Return the completed part of the path in each row."""
+        """Return the completed part of the gripper's path in each row, 0 to 1, float64 [R]."""
         return np.maximum(0.0, 1 - self._left[rows] / self._start[rows])
 
     def expert(self, rows: Rows) -> Floats:
-        """Return the actions of experts that read the positions of all objects."""
+        """Return a scripted expert's next action in each row, float32 [R, 3]; it knows the positions of all objects."""
         if self._kind == "reach":
             goal = self._squares[rows, list(COLORS).index(self._goal)]
             way = self._towards(rows, goal)
@@ -115,7 +116,7 @@ class BatchedReach(BatchedSimulator):
         return np.asarray(way / np.maximum(1.0, np.abs(way).max(1))[:, None])
 
     def _remaining(self, rows: Rows) -> Doubles:
-        """Return the length of the path that remains in each row."""
+        """Return the remaining length of the gripper's path to success in each row, float64 [R]; 0: success."""
         gripper, lowering = self._gripper[rows], np.where(self._lowered[rows], 0.0, self._speed)
         if self._kind == "reach":
             goal = self._squares[rows, list(COLORS).index(self._goal)]
@@ -127,7 +128,8 @@ class BatchedReach(BatchedSimulator):
         return np.where(push <= 0, 0.0, push + _length(way) + lowering)
 
     def _move(self, rows: Rows, way: Doubles, lower: NDArray[np.bool_]) -> None:
-        """Execute one environment step: first the motion, with the grippers as they were, then raising or lowering."""
+        """Move the grippers by `way` [R, 2], then raise or lower them (`lower`, bool [R]). A gripper pushes discs if it
+        is lowered and stays so; a raised one is lowered only where it touches no disc."""
         pushes, rim = self._lowered[rows] & lower, 1 - GRIPPER
         gripper, discs = self._gripper[rows], self._discs[rows]
         pushing = np.flatnonzero(pushes) if discs.shape[1] else np.zeros(0, np.int64)
@@ -141,13 +143,14 @@ class BatchedReach(BatchedSimulator):
 
 
 def _length(vectors: Doubles) -> Doubles:
-    """Return the lengths of vectors [..., 2], as `length` of `reach.py` computes them."""
+    """Return the lengths of vectors [..., 2], equal bit for bit to those of the function `length` in reach.py."""
     x, y = vectors[..., 0], vectors[..., 1]
     return np.asarray(np.sqrt(x * x + y * y))
 
 
 def _push(gripper: Doubles, discs: Doubles) -> tuple[Doubles, Doubles]:
-    """Let grippers [R, 2] push discs [R, 2, 2], and discs push each other; return where all are then."""
+    """Let grippers [R, 2] push the two discs [R, 2, 2] of their rows, and discs push each other; return the new
+    positions of grippers and discs."""
     rim, gap = 1 - DISC, DISC + GRIPPER
     first, second = discs[:, 0], discs[:, 1]
     gripper, first = _part(gripper, first, gap, 0.0)
@@ -161,8 +164,8 @@ def _push(gripper: Doubles, discs: Doubles) -> tuple[Doubles, Doubles]:
 
 
 def _part(one: Doubles, other: Doubles, distance: float, share: float) -> tuple[Doubles, Doubles]:
-    """Move centres [R, 2] apart along their line where they are closer than `distance`: `one` by `share` of the missing
-    distance, `other` by the rest."""
+    """Where the centres `one` and `other` [R, 2] of two objects are closer than `distance`, move them apart along the
+    line through both: `one` by `share` of the missing distance, `other` by the rest. Return both."""
     way = other - one
     now = _length(way)[:, None]
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -173,7 +176,7 @@ def _part(one: Doubles, other: Doubles, distance: float, share: float) -> tuple[
 
 
 class _Brush:
-    """Paints antialiased shapes into pictures float32 [R, size, size, 3], one shape of each kind in every row."""
+    """Paints antialiased shapes into R pictures at once, float32 [R, size, size, 3]: one shape per call and picture."""
 
     def __init__(self, size: int) -> None:
         canvas = Canvas(size)
@@ -181,11 +184,11 @@ class _Brush:
         self._size = size
 
     def begin(self, count: int) -> Floats:
-        """Return `count` pictures that show only the table."""
+        """Return `count` pictures that show only the table, to paint on."""
         return np.repeat(self._table[None], count, 0)
 
     def square(self, pictures: Floats, centres: Doubles, half: float, color: tuple[int, int, int]) -> None:
-        """Paint a square around each of `centres` [R, 2]."""
+        """Paint a square into each picture; `centres` [R, 2], `half`: half of its side."""
         columns, rows, dx, dy = self._box(centres, half)
         inside = np.float32(half)
         across, down = self._covered(inside - np.abs(dx)), self._covered(inside - np.abs(dy))
@@ -199,7 +202,8 @@ class _Brush:
         color: tuple[int, int, int],
         ring: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Paint a disc around each of `centres` [R, 2], with a hole where `ring` [R]."""
+        """Paint a disc into each picture; `centres` [R, 2]; with a hole in the pictures for which `ring`, bool [R], is
+        true."""
         columns, rows, dx, dy = self._box(centres, radius)
         distance: Floats = np.sqrt(np.square(dx[:, None, :]) + np.square(dy[:, :, None]))
         coverage = self._covered(np.float32(radius) - distance)
@@ -212,8 +216,15 @@ class _Brush:
         return np.clip(np.float32(0.5) + inside / np.float32(self._pixel), 0, 1)
 
     def _box(self, centres: Doubles, half: float) -> tuple[NDArray[np.int64], NDArray[np.int64], Floats, Floats]:
-        """Return columns and rows [R, B] of the pixels that a shape may touch, and their distances from its centre in x
-        and y."""
+        """Return, for the shape in each picture, the pixels that it may cover and their distances from its centre.
+
+        Args:
+            centres: [R, 2], centres of the shapes.
+            half: half of a shape's width and height.
+
+        Returns:
+            Columns and rows of B x B pixels, int64 [R, B] each, and the distances in x and in y, float32 [R, B] each.
+        """
         reach = half + self._pixel
         count = min(self._size, int(2 * reach / self._pixel) + 2)
         x, y = centres.T
@@ -235,7 +246,8 @@ class _Brush:
         coverage: Floats,
         color: tuple[int, int, int],
     ) -> None:
-        """Blend `color` into the boxes of pixels by `coverage` [R, B, B]."""
+        """Blend `color` into the B x B pixels of `rows` and `columns` [R, B] in each picture; `coverage` [R, B, B]: the
+        part of a pixel that the shape covers, 0 to 1."""
         places = (np.arange(len(pictures))[:, None, None], rows[:, :, None], columns[:, None, :])
         part = pictures[places]
         part += coverage[..., None] * (np.array(color, np.float32) - part)

@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Row:
-    """The episode of a slot."""
+    """The episode in a slot, one of the process's environments."""
 
     task: str
     recording: Recording | None
     recorder: ClipRecorder | None
-    steps: int = 0  # executed environment steps
+    steps: int = 0  # number of executed environment steps
     state: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))  # the last observed state
     progress: float | None = None
 
 
 class BatchedWork(Work):
-    """The state of a process with many environments.
+    """The state of a simulator's process with many environments, of which each slot uses one of its episode's task.
 
     Args:
         connection: a socket to the trainer.
         memory: descriptor of the shared memory for pictures.
-        rows: number of environments of each task.
+        rows: number of slots, and of environments of each task.
     """
 
     def __init__(self, connection: socket.socket, memory: int, rows: int) -> None:
@@ -66,7 +66,7 @@ class BatchedWork(Work):
         self._seconds: defaultdict[str, float] = defaultdict(float)  # seconds of the current turn, by kind of work
 
     def calls(self) -> Mapping[str, Call]:
-        """Return the function that answers `turn`."""
+        """Return the function that answers the call `turn`, by the call's name."""
         return {"turn": self._turn}
 
     def close(self) -> None:
@@ -103,7 +103,8 @@ class BatchedWork(Work):
         self._send({"call": "turn", "entries": entries, "seconds": dict(self._seconds)}, sent)
 
     def _construct(self, begins: Sequence[Any]) -> list[str]:
-        """Construct the missing simulators of the tasks that begin, and return the names of these tasks."""
+        """Construct a simulator for each task in `begins`, the episodes to begin, that has none; return the names of
+        the tasks with new simulators. Simulators without episodes are closed to keep at most `_limit`."""
         tasks, slots = list(dict.fromkeys(task for _, task, _, _ in begins)), {slot for slot, _, _, _ in begins}
         used = {row.task for slot, row in self._episodes.items() if slot not in slots} | set(tasks)
         fresh = [task for task in tasks if task not in self._kept]
@@ -120,12 +121,13 @@ class BatchedWork(Work):
         return fresh
 
     def _by_task(self, slots: Rows) -> dict[str, NDArray[np.int64]]:
-        """Return the positions of `slots` by the task of their episodes."""
+        """Return, by task, the positions in `slots` of the slots whose episodes are of this task."""
         tasks = np.array([self._episodes[slot].task for slot in slots.tolist()])
         return {str(task): np.flatnonzero(tasks == task) for task in dict.fromkeys(tasks.tolist())}
 
     def _step(self, slots: Rows, actions: NDArray[np.float32]) -> list[dict[str, Any]]:
-        """Execute chunks of actions [R, K, D] in `slots`; return the entries of the answer."""
+        """Execute a chunk of actions in each of `slots`, from `actions` [R, K, D]; return each slot's entry in the
+        answer."""
         entries: list[dict[str, Any]] = [{}] * len(slots)
         for task, chosen in self._by_task(slots).items():
             for place, entry in zip(chosen, self._step_task(task, slots[chosen], actions[chosen]), strict=True):
@@ -149,7 +151,7 @@ class BatchedWork(Work):
             executed[active] += 1
             over |= executed >= left
             self._seconds["physics"] += time.perf_counter() - began
-            # The scenes of rows that are over may be moved by the next step, so their pictures are taken now.
+            # The next step may move the scenes of rows whose episodes are over, so their pictures are taken now.
             shown = active if place == actions.shape[1] - 1 else active[over[active] | recorded[active]]
             if len(shown):
                 self._show(task, slots[shown])
@@ -162,7 +164,7 @@ class BatchedWork(Work):
         ]
 
     def _reset(self, begins: Sequence[tuple[int, str, int, Mapping[str, Any] | None]]) -> list[dict[str, Any]]:
-        """Begin episodes; return the entries of the answer."""
+        """Begin the episodes `begins`; return each slot's entry in the answer."""
         for slot, task, _, wanted in begins:
             recording = None if wanted is None else Recording(tuple(wanted["cameras"]), wanted["frames"])
             recorder = None if recording is None else ClipRecorder(recording.cameras, recording.frames)
@@ -182,7 +184,8 @@ class BatchedWork(Work):
         ]
 
     def _advise(self, slots: Sequence[int]) -> NDArray[np.float32] | None:
-        """Return the experts' actions, float32 [R * D]; None: there is no expert, or nothing is requested."""
+        """Return the scripted experts' next actions in `slots`, end to end, float32 [R * D]; None if there is no expert
+        or `slots` is empty."""
         rows, advice = np.array(slots, np.int64), dict[int, NDArray[np.float32]]()
         for task, chosen in self._by_task(rows).items() if slots else ():
             actions = self._kept[task].expert(rows[chosen])
@@ -200,16 +203,19 @@ class BatchedWork(Work):
         return np.concatenate([advice[place] for place in range(len(slots))]) if advice else None
 
     def _show(self, task: str, slots: Rows) -> None:
-        """Observe rows: pictures go to the shared memory and to clips."""
+        """Observe the environments of `slots`, which have the same task: write their pictures to the shared memory and
+        to recorded clips, and remember their states and progress."""
         began, simulator = time.perf_counter(), self._kept[task]
         spec = simulator.spec
         views, progress = simulator.observe(slots), simulator.progress(slots)
         states = np.asarray(as_numpy(views.states), np.float32)
         if states.shape != (len(slots), spec.state_dim):
-            raise RefusedCall("state", f"states of shape {list(states.shape)}; allowed: {[len(slots), spec.state_dim]}")
+            allowed = [len(slots), spec.state_dim]
+            raise RefusedCall("state", f"the states have the shape {list(states.shape)}; allowed: {allowed}")
         layout = places(spec)[0]
         if set(views.frames) != set(layout):
-            raise RefusedCall("frames", f"pictures of {sorted(views.frames)}; allowed: {sorted(layout)}")
+            cameras = sorted(views.frames)
+            raise RefusedCall("frames", f"the pictures are of the cameras {cameras}; allowed: {sorted(layout)}")
         for camera, (offset, shape) in layout.items():
             frames = as_numpy(views.frames[camera])
             if frames.dtype != np.uint8 or frames.shape != (len(slots), *shape):
@@ -232,8 +238,8 @@ class BatchedWork(Work):
         self._seconds["render"] += time.perf_counter() - began
 
     def _complete(self, entry: dict[str, Any], states: list[NDArray[np.float32]]) -> None:
-        """Add checksum, progress and clip to the entry of a slot, and its state to `states`. A row with numbers that
-        are not finite has failed, by itself."""
+        """Add checksum, progress and clip to a slot's entry in the answer, and the robot's state to `states`. If state
+        or progress is not finite, mark this slot's episode as failed; the other episodes continue."""
         slot = entry["slot"]
         row = self._episodes[slot]
         if not np.isfinite(row.state).all():
@@ -274,6 +280,7 @@ def _flags(values: Any, count: int) -> NDArray[np.bool_]:
     flags = np.asarray(as_numpy(values))
     if flags.dtype != np.bool_ or flags.shape != (count,):
         raise RefusedCall(
-            "raised", f"a step returned {flags.dtype} {list(flags.shape)} of success or end; allowed: bool [{count}]"
+            "raised",
+            f"a step returned `success` or `terminated` as {flags.dtype} {list(flags.shape)}; allowed: bool [{count}]",
         )
     return flags

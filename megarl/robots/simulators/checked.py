@@ -21,11 +21,11 @@ class RefusedCall(Exception):
 
 
 def complete_settings(known: Mapping[str, Any], given: Mapping[str, Any], tasks: Any) -> dict[str, Any]:
-    """Return the values of all settings that a simulator knows.
+    """Return the values of all settings of a simulator: the recipe's, and the defaults of settings that it lacks.
 
     Args:
         known: the simulator's settings with their defaults.
-        given: the simulator's own keys in the recipe.
+        given: the simulator's settings in the recipe.
         tasks: the recipe's key `tasks`.
 
     Raises:
@@ -45,7 +45,7 @@ def complete_settings(known: Mapping[str, Any], given: Mapping[str, Any], tasks:
 
 
 def check_outcome(outcome: Outcome, given: int) -> None:
-    """Raise RefusedCall if an outcome of `given` actions contradicts itself."""
+    """Raise RefusedCall if a simulator's outcome of a chunk of `given` actions is impossible."""
     if not 0 < outcome.executed <= given:
         raise RefusedCall("raised", f"a step executed {outcome.executed} of {given} actions; allowed: 1 to {given}")
     if outcome.success and not outcome.over:
@@ -66,9 +66,10 @@ def checked_state(spec: TaskSpec, state: Any) -> NDArray[np.float32]:
 
 
 def check_frames(layout: Mapping[str, tuple[int, tuple[int, int, int]]], frames: Mapping[str, Any]) -> None:
-    """Raise RefusedCall if pictures, by camera, are not uint8 of the shapes in `layout`, which is that of `places`."""
+    """Raise RefusedCall if `frames`, pictures by camera, are not of the cameras in `layout` (of `places`), or not uint8
+    of the shapes in it."""
     if set(frames) != set(layout):
-        raise RefusedCall("frames", f"pictures of {sorted(frames)}; allowed: {sorted(layout)}")
+        raise RefusedCall("frames", f"the pictures are of the cameras {sorted(frames)}; allowed: {sorted(layout)}")
     for camera, (_, shape) in layout.items():
         frame = np.asarray(frames[camera])
         if frame.dtype.kind == "f" and not np.isfinite(frame).all():

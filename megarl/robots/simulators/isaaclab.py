@@ -26,7 +26,7 @@ _FACTS = ("instruction", "max_steps", "action_dim", "state_dim")
 
 
 class IsaacLab(BatchedSimulator):
-    """Many environments of one registered task of Isaac Lab."""
+    """Many environments of one registered task of Isaac Lab, simulated together on one device."""
 
     settings: ClassVar[Mapping[str, Any]] = {
         "tasks": {},  # name -> {instruction, max_steps, action_dim, state_dim}
@@ -34,8 +34,8 @@ class IsaacLab(BatchedSimulator):
         "cameras": ("table_cam",),  # names of camera sensors of the scene
         "size": 128,  # height and width of the pictures
         "robot": "robot",  # name of the articulation in the scene whose joints are the state
-        "success": "success",  # name of the termination term that is the task's success
-        "device": "cuda:0",  # the only one that the process sees, that of the trainer's rank
+        "success": "success",  # name of the termination term that means success
+        "device": "cuda:0",  # the only device that the process sees: that of the trainer's rank
     }
 
     @classmethod
@@ -47,7 +47,10 @@ class IsaacLab(BatchedSimulator):
             raise SettingError(problem, "tasks", list(chosen["tasks"]), "one task")
         for name, task in chosen["tasks"].items():
             if set(task) != set(_FACTS):
-                raise ValueError(f"Isaac Lab: the task {name!r} has {sorted(task)}; allowed: {', '.join(_FACTS)}")
+                raise ValueError(
+                    f"Isaac Lab: in the setting `tasks`, {name!r} has the keys {', '.join(map(str, task))}; allowed: "
+                    f"exactly {', '.join(_FACTS)}"
+                )
         return [
             TaskSpec(
                 name=name,
@@ -76,7 +79,7 @@ class IsaacLab(BatchedSimulator):
             if sensor is None:
                 raise ValueError(f"{task} has no camera {camera!r}; set `cameras` to camera sensors of its scene")
             sensor.height = sensor.width = chosen["size"]
-        # A picture after a reset shows the scene before it, unless it is rendered again.
+        # Without another rendering, the picture after a reset would show the scene before the reset.
         config.num_rerenders_on_reset = max(1, config.num_rerenders_on_reset)
         terms, config.terminations = config.terminations, {}
         self._env: Any = gymnasium.make(task, cfg=config).unwrapped
@@ -88,19 +91,20 @@ class IsaacLab(BatchedSimulator):
             )
         if self._env.action_manager.total_action_dim != self.spec.action_dim:
             raise ValueError(
-                f"{task} takes actions of {self._env.action_manager.total_action_dim} numbers, but its `action_dim` is "
-                f"{self.spec.action_dim}"
+                f"{task} takes actions of {self._env.action_manager.total_action_dim} numbers, but `action_dim` in the "
+                f"setting `tasks` is {self.spec.action_dim}"
             )
 
     def reset(self, rows: Rows, trials: NDArray[np.int64]) -> None:
-        """Begin an episode in each of `rows`, with the trial as seed."""
+        """Begin an episode in each of `rows`, with the number of the trial as random seed."""
         for row, trial in zip(rows.tolist(), trials.tolist(), strict=True):
             numbers = self._torch.tensor([row], device=self._env.device)
             self._env.reset(seed=trial, env_ids=numbers)
             self._terms.reset(numbers)
 
     def step(self, rows: Rows, actions: NDArray[np.float32]) -> RowSteps:
-        """Execute actions [R, D] in the environment's own units."""
+        """Execute one environment step in each of `rows`, with the actions [R, D], which are in the environment's own
+        units and are not clipped."""
         everyone = np.zeros((self._rows, self.spec.action_dim), np.float32)
         everyone[rows] = actions
         self._env.step(self._torch.from_numpy(everyone))
@@ -114,16 +118,17 @@ class IsaacLab(BatchedSimulator):
         return Views(frames, self._of(scene[self._robot].data.joint_pos, rows))
 
     def close(self) -> None:
-        """Close the environments; the application ends with the process."""
+        """Close the environments; the application Isaac Sim ends with the process."""
         self._env.close()
 
     def _of(self, values: Any, rows: Rows) -> Any:
-        """Return the entries of `rows` of a tensor with all rows."""
+        """Return the entries of `rows` in `values`, a tensor with one entry for each environment."""
         return values[self._torch.from_numpy(rows).to(values.device)]
 
 
 def _start_app(device: str) -> None:
-    """Start Isaac Sim without a window. A process has one application; other modules can be imported only after it."""
+    """Start the application Isaac Sim without a window, once per process. Other modules of Isaac Lab can be imported
+    only after that."""
     try:
         from isaaclab.app import AppLauncher
     except ImportError as error:

@@ -53,9 +53,9 @@ class Libero(Simulator):
         "cameras": tuple(CAMERAS),
         "settle": 10,  # number of actions that do nothing, while objects placed in the air fall
         "shadows": True,  # shadows and reflections: up to a third of a picture's time without a GPU
-        # kinds of LIBERO-Plus' perturbations (`libero_plus.py`); empty: LIBERO's own tasks
+        # kinds of LIBERO-Plus' perturbations, names in `PERTURBATIONS` of libero_plus.py; empty: LIBERO's own tasks
         "perturbations": (),
-        "levels": (),  # levels of these perturbations, 1 to 5; empty: all
+        "levels": (),  # difficulty levels of these perturbations, 1 to 5; empty: all
         "assets": None,  # folder of the meshes, if LIBERO does not find it by itself
     }
 
@@ -216,7 +216,7 @@ def _construct(problem: str, cameras: Mapping[str, tuple[int, int]]) -> Any:
 
 
 def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
-    """Return all tasks of a suite, or those with the chosen perturbations."""
+    """Return the tasks of a suite: all of LIBERO's, or LIBERO-Plus' with the chosen perturbations and levels."""
     _check(chosen)
     tasks, root = _suite(suite), _prepare()
     perturbations, levels = chosen["perturbations"] or (), chosen["levels"] or ()
@@ -228,13 +228,13 @@ def _specs(suite: str, chosen: Mapping[str, Any]) -> list[TaskSpec]:
 
 
 def _spec(suite: str, number: int, tasks: Any, chosen: Mapping[str, Any], kind: str = "") -> TaskSpec:
-    """Return a task of a suite; `kind`: its perturbation."""
+    """Return task `number` of a suite; `kind`: its kind of perturbation, looked up if empty."""
     if chosen["perturbations"] and not kind:
         kind = perturbed_tasks(_prepare(), suite, chosen["perturbations"], chosen["levels"] or ())[number]
     return TaskSpec(
         name=f"{suite}/{number}",
         instruction=tasks.get_task(number).language,
-        # LIBERO-Plus plays each task once, from the first of LIBERO's start states.
+        # LIBERO-Plus plays each perturbed task once, from the first of LIBERO's start states.
         trials=1 if kind else len(tasks.get_task_init_states(number)),
         max_steps=chosen["max_steps"] or LIMITS[chosen["limits"]][suite],
         action_dim=len(NOTHING),
@@ -246,7 +246,7 @@ def _spec(suite: str, number: int, tasks: Any, chosen: Mapping[str, Any], kind: 
 
 
 def _check(chosen: Mapping[str, Any]) -> None:
-    """Raise ValueError if a setting that all suites have is invalid."""
+    """Raise ValueError if the setting `limits`, `max_steps` or `cameras` is invalid."""
     limits = LIMITS.get(chosen["limits"])
     if limits is None:
         raise ValueError(f"LIBERO: invalid value of `limits`: {chosen['limits']!r}; allowed: {', '.join(LIMITS)}")
@@ -307,9 +307,12 @@ def _prepare() -> Path:
 
 
 def _use_meshes(configured: str | None, *, perturbed: bool) -> None:
-    """Set LIBERO's path of meshes. By itself LIBERO would download them, in every process at once.
+    """Make LIBERO use the meshes in a local folder. Without this it would download them, in every process at once.
 
-    LIBERO-Plus has its meshes, and more of them, in its package.
+    For the `perturbed` tasks of LIBERO-Plus, whose package contains all meshes, only check that they are there.
+
+    Raises:
+        FileNotFoundError: meshes are missing; the message says how to get them.
     """
     root = _prepare()
     if perturbed:

@@ -26,7 +26,7 @@ PERTURBATIONS = {
 }
 LEVELS = (1, 2, 3, 4, 5)
 _FILE = "benchmark/task_classification.json"
-#: Folder of meshes and textures that only LIBERO-Plus has.
+#: Folders of meshes and textures that only LIBERO-Plus has.
 ASSETS = ("new_objects", "textures")
 _FIX = (
     "install https://github.com/sylvestf/LIBERO-plus in place of LIBERO in an interpreter of its own, and set `python` "
@@ -38,16 +38,21 @@ def check_kinds(root: Path, kinds: Sequence[str], levels: Sequence[int]) -> None
     """Check the settings `perturbations` and `levels` against LIBERO's package in the folder `root`.
 
     Raises:
-        SettingError: a name or level is unknown, or the package is LIBERO and not LIBERO-Plus, or the other way round.
+        SettingError: a name or level is unknown; perturbations are chosen, but the package is LIBERO; or none are
+            chosen, but it is LIBERO-Plus.
     """
     for kind in kinds:
         if kind not in PERTURBATIONS:
-            raise SettingError("unknown kind of perturbation", "perturbations", kind, list(PERTURBATIONS))
+            raise SettingError(
+                "unknown kind of perturbation of LIBERO-Plus", "perturbations", kind, list(PERTURBATIONS)
+            )
     for level in levels:
         if level not in LEVELS or isinstance(level, bool):
-            raise SettingError("unknown level of perturbations", "levels", level, ", ".join(map(str, LEVELS)))
+            problem = "LIBERO-Plus has no tasks with this difficulty level of perturbations"
+            raise SettingError(problem, "levels", level, ", ".join(map(str, LEVELS)))
     if levels and not kinds:
-        raise SettingError("`levels` needs `perturbations`", "levels", list(levels), "none")
+        problem = "`levels` are difficulty levels of perturbations, so this setting needs `perturbations`, too"
+        raise SettingError(problem, "levels", list(levels), "none")
     plus = (root / _FILE).is_file()
     if kinds and not plus:
         problem = f"this interpreter has LIBERO without perturbations: {root} has no {_FILE}; {_FIX}"
@@ -58,18 +63,19 @@ def check_kinds(root: Path, kinds: Sequence[str], levels: Sequence[int]) -> None
 
 
 def perturbed_tasks(root: Path, suite: str, kinds: Collection[str], levels: Collection[int]) -> dict[int, str]:
-    """Return the kind of perturbation of the chosen tasks of a suite, by the task's number from 0.
+    """Return the chosen tasks of a suite: number of the task, from 0 -> its kind of perturbation.
 
     Args:
         root: folder of LIBERO-Plus' package `libero.libero`.
-        levels: levels of difficulty; empty: all, also of tasks that have none.
+        kinds: chosen kinds of perturbations, names in `PERTURBATIONS`.
+        levels: chosen levels of difficulty; empty: all levels, and tasks without a level.
 
     Raises:
         SettingError: LIBERO-Plus has no such suite.
     """
     entries: Mapping[str, Sequence[Mapping[str, Any]]] = json.loads((root / _FILE).read_text(encoding="utf-8"))
     if suite not in entries:
-        raise SettingError("LIBERO-Plus does not perturb this suite", "suites", suite, list(entries))
+        raise SettingError("LIBERO-Plus has no perturbed tasks of this suite", "suites", suite, list(entries))
     names = {category: kind for kind, category in PERTURBATIONS.items()}
     return {
         entry["id"] - 1: names[entry["category"]]

@@ -97,7 +97,8 @@ class ManiSkill(Simulator):
 
 
 def check_actions(env: Any, spec: TaskSpec, control: str) -> None:
-    """Raise ValueError unless an environment of ManiSkill, with this control mode, takes actions of the task's size."""
+    """Raise ValueError unless ManiSkill's environment `env`, with the control mode `control`, takes actions [D] of the
+    size D that `spec` has."""
     shape = tuple(env.single_action_space.shape)
     if shape != (spec.action_dim,):
         raise ValueError(

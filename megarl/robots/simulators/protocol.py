@@ -22,11 +22,12 @@ Numbers = NDArray[np.float32]
 
 
 class SettingError(ValueError):
-    """An error that the value of one of the simulator's settings cannot be used.
+    """The error of a simulator that cannot use the value of one of its settings.
 
     Args:
-        key: the setting.
-        found: its value, or the wrong part of it.
+        problem: what is wrong, in one clause.
+        key: name of the setting.
+        found: the setting's value, or the wrong part of it.
         allowed: the allowed values, as a list or in words.
     """
 
@@ -47,9 +48,9 @@ class TaskSpec:
     state_dim: int  # number of values of the robot's own state; 0: the robot has no state
     cameras: Mapping[str, tuple[int, int]]  # height and width of the pictures, by camera
     evaluation: int = 0  # number of start states, the last ones, that are only for evaluation
-    # name under which validation measures all tasks with this `source`; empty: the task's own name
+    # name under which validation reports this task together with all tasks of the same `source`; empty: the task's name
     source: str = ""
-    part: str = ""  # name of a set of sources that validation also measures as a whole; empty: none
+    part: str = ""  # name of a set of tasks that validation also reports as a whole; empty: no set
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class Reach(Simulator):
 
 
 def length(x: float, y: float) -> float:
-    """Return the length of a vector; unlike `math.hypot`, arrays of numpy give the same bits."""
+    """Return the length of a vector; the same formula gives the same bits with numpy arrays, unlike `math.hypot`."""
     return math.sqrt(x * x + y * y)
 
 
@@ -204,7 +204,7 @@ class Scene:
 
     @classmethod
     def of_trial(cls, kind: str, trial: int) -> Scene:
-        """Return the scene of a trial of all tasks of a kind, `reach` or `push`."""
+        """Return the scene of start state `trial`, which all tasks of a kind (`reach` or `push`) share."""
         numbers = _random_numbers(kind, trial)
         if kind == "reach":
             *squares, gripper = _separate_places(numbers, len(COLORS) + 1)

@@ -21,7 +21,7 @@ SIMULATORS: dict[str, str] = {
     "reach": "reach:Reach",
     "robotwin": "robotwin:RoboTwin",
 }
-#: The built-in simulators of many environments in one process, by name.
+#: The built-in simulators that run many environments in one process (`batched`): name -> module and class.
 BATCHED: dict[str, str] = {
     "isaaclab": "isaaclab:IsaacLab",
     "maniskill": "batched_maniskill:BatchedManiSkill",
@@ -37,9 +37,8 @@ def is_known(name: str) -> bool:
 
 
 def batched_problem(name: str, *, batched: bool) -> tuple[list[str], str] | None:
-    """Return the allowed values of `batched` for the simulator `name` and how to fix it; None: the value is allowed.
-
-    A user's own simulator may be of either kind.
+    """Return the allowed values of the setting `batched` for the simulator `name`, and how to fix a recipe with this
+    value; None if the value is allowed, as it always is for a user's own simulator.
     """
     if name not in (SIMULATORS | BATCHED) or name in (BATCHED if batched else SIMULATORS):
         return None

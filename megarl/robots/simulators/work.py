@@ -21,7 +21,7 @@ Call = Callable[[dict[str, Any], dict[str, NDArray[Any]]], None]
 
 
 class Work:
-    """The state of a simulator's process: its simulators' class, their settings, and all tasks by name.
+    """The base class of a simulator process's state: the class of simulators, their settings, and all tasks by name.
 
     Args:
         connection: a socket to the trainer.
@@ -34,7 +34,7 @@ class Work:
         self._kind: type[Simulator] | type[BatchedSimulator] = Simulator
         self._settings: dict[str, Any] = {}
         self._specs: dict[str, dict[str, Any]] = {}
-        self._limit = 1  # maximum number of constructed simulators that are kept
+        self._limit = 1  # maximum number of constructed simulators, one per task, that are kept
 
     def calls(self) -> Mapping[str, Call]:
         """Return the functions that answer the calls other than `open`, by the call's name."""
@@ -73,7 +73,8 @@ class Work:
         self._send({"call": "open", "tasks": specs})
 
     def _refuse_other_spec(self, task: str, spec: dict[str, Any]) -> None:
-        """Raise RefusedCall if a constructed simulator describes its task differently than the list of tasks."""
+        """Raise RefusedCall if `spec`, a constructed simulator's description of its task, is not the one in the list of
+        tasks that this process has sent."""
         if spec != self._specs[task]:
             raise RefusedCall(
                 "raised", f"the simulator has the task {spec}, but its list of tasks has {self._specs[task]}"

@@ -42,8 +42,8 @@ from .work import TEXT, Call, Work
 
 
 class SingleWork(Work):
-    """The state of a process that plays one episode at a time: its simulators by task, least recently used first, and
-    the current episode.
+    """The state of a simulator's process that plays one episode at a time: the constructed simulators by task, least
+    recently used first, and the current episode.
 
     Args:
         connection: a socket to the trainer.
@@ -60,7 +60,7 @@ class SingleWork(Work):
         self._chunk = 0
 
     def calls(self) -> Mapping[str, Call]:
-        """Return the functions that answer `begin`, `step` and `expert`."""
+        """Return the functions that answer the calls `begin`, `step` and `expert`, by the call's name."""
         return {"begin": self._begin, "step": self._step, "expert": self._expert}
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ def serve(connection: int, memory: int) -> None:
         while data := trainer.recv(1 << 16):
             inbox.feed(data)
             while (message := inbox.take()) is not None:
-                if work is None:  # the first call is `open`
+                if work is None:  # the first call is `open`, which has `rows`
                     rows = message[0]["rows"]
                     work = BatchedWork(trainer, memory, rows) if rows else SingleWork(trainer, memory)
                 if message[0]["call"] == "close":

@@ -173,7 +173,7 @@ def test_the_memory_of_pictures_cannot_become_shorter_than_what_is_mapped() -> N
         ("state", "state", "the state is not finite at [0] of 2 numbers"),
         ("frames", "frames", "the picture of camera 'wrist' is not finite"),
         ("shape", "frames", "the picture of camera 'front' is uint8 [3, 6, 3]; allowed: uint8 [4, 6, 3]"),
-        ("camera", "frames", "pictures of ['front']; allowed: ['front', 'wrist']"),
+        ("camera", "frames", "the pictures are of the cameras ['front']; allowed: ['front', 'wrist']"),
     ],
 )
 def test_an_episode_that_a_simulator_fails_is_never_an_outcome(wrong: str, kind: str, text: str) -> None:

@@ -191,9 +191,9 @@ def test_perturbed_tasks_are_those_of_the_chosen_kinds_and_levels(packages):
         ),
         (True, {}, "perturbations", "all of whose tasks are perturbed"),
         (True, {"perturbations": ["lamp"]}, "perturbations", "unknown kind of perturbation"),
-        (True, {"perturbations": ["light"], "levels": [6]}, "levels", "unknown level"),
-        (False, {"levels": [1]}, "levels", "needs `perturbations`"),
-        (True, {"perturbations": ["light"], "suites": ["libero_90"]}, "suites", "does not perturb this suite"),
+        (True, {"perturbations": ["light"], "levels": [6]}, "levels", "difficulty level"),
+        (False, {"levels": [1]}, "levels", "needs `perturbations`, too"),
+        (True, {"perturbations": ["light"], "suites": ["libero_90"]}, "suites", "has no perturbed tasks of this suite"),
     ],
 )
 def test_perturbations_that_are_not_there_are_refused_with_their_key(packages, plus, settings, key, text):
