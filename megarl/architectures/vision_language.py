@@ -26,7 +26,7 @@ _CLIP = {
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
     "image_std": (0.26862954, 0.26130258, 0.27577711),
 }
-#: Former name of a video's pixel limit -> its present name in `size`. If a processor's file has both, the former wins.
+#: Older key of a video's pixel limit -> the key in `size` with the same meaning. If both are set, the older key counts.
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _HALF = {"min_pixels": 65536, "max_pixels": 16777216, "image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
 
@@ -359,7 +359,7 @@ class VideoSettings:
             )
         family, given = FAMILIES[encoder.model_type], processor or {}
         size = dict(given.get("size") or {})
-        if not family.timestamps:  # transformers reads the former names only for models without timestamps
+        if not family.timestamps:  # transformers reads the older keys only for models without timestamps
             size |= {edge: given[key] for key, edge in _EDGES.items() if given.get(key) is not None}
         settings = cls(
             patch=encoder.patch,

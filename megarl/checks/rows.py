@@ -391,7 +391,7 @@ class _Rows:
             ):
                 near = close_matches(name, [*sample_keys, *row])
                 raise DataError(
-                    f"samples have no field {name!r}, which the reward {reward.name} is set to read",
+                    f"samples have no field {name!r}, which the kwargs of the reward function {reward.name} name",
                     where=row.where,
                     found=f"{place}.kwargs: {name}",
                     allowed=f"columns here: {', '.join(row)}; fields of all samples: {', '.join(sorted(sample_keys))}",

@@ -217,7 +217,7 @@ class ImagePrompts:
             raise DataError(
                 "the size of an image or a video has changed since the prompts were read",
                 where=where,
-                found=f"{sum(counts)} features for {len(places)} tokens",
+                found=f"{sum(counts)} image features, but {len(places)} image tokens in the prompt",
                 fix="do not change files of images or videos during a run",
             )
         return [(places[sum(counts[:number])], image) for number, image in enumerate(images)]

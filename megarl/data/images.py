@@ -133,7 +133,7 @@ def ignore_size_warnings() -> None:
     """Turn off PIL's warning about images with many pixels; `check_size` applies this module's limit, `MOST_PIXELS`."""
     from PIL import Image
 
-    # The filter stays: `warnings.catch_warnings` would change the filters of all threads when it ends.
+    # This filter is never removed: `warnings.catch_warnings` would change the filters of all threads when it ends.
     if not any(category is Image.DecompressionBombWarning for _, _, category, *_ in warnings.filters):
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 

@@ -37,7 +37,7 @@ class Denoising:
 
     @property
     def times(self) -> list[float]:
-        """The flow time at which each step begins."""
+        """The flow time at which each step begins, from 1 (noise) towards 0 (actions)."""
         return [1 - step / self.steps for step in range(self.steps)]
 
     def deviation(self, step: int) -> float:
