@@ -164,8 +164,8 @@ def _push(gripper: Doubles, discs: Doubles) -> tuple[Doubles, Doubles]:
 
 
 def _part(one: Doubles, other: Doubles, distance: float, share: float) -> tuple[Doubles, Doubles]:
-    """Where the centres `one` and `other` [R, 2] of two objects are closer than `distance`, move them apart along the
-    line through both: `one` by `share` of the missing distance, `other` by the rest. Return both."""
+    """Move the centres `one` and `other` [R, 2] of two objects apart to `distance`, along the line through both, where
+    they are closer: `one` by `share` of the missing distance, `other` by the rest. Return both."""
     way = other - one
     now = _length(way)[:, None]
     with np.errstate(invalid="ignore", divide="ignore"):
