@@ -26,6 +26,7 @@ ALLOWED = {
     ),
     "benchmarks/checkpoint.py": ({"init_process_group"}, "a program of its own below torchrun"),
     "benchmarks/sync/limits.py": (MAKERS | COLLECTIVES, "two bare processes: what torch itself can do"),
+    "benchmarks/sync/many.py": ({"init_process_group"}, "one of several trainer ranks that the benchmark starts"),
     "benchmarks/sync/receiver.py": ({"init_process_group"}, "it stands for a server, which is in no team of ours"),
 }
 #: Where it holds.
