@@ -1,7 +1,7 @@
 """Draw sentences of the code for a reader who has not seen it: `python tools/sentences.py --seed 1 --out FOLDER`
 
-    questions.md    150 docstrings, 100 comments and 100 error messages, numbered, each with what stands beside it:
-                    the function's name and parameters, the line under a comment, the kind of an error
+    questions.md    150 docstrings, 100 comments and 100 error messages, numbered, each with its file and what stands
+                    beside it: the function's class, name and parameters, the line under a comment, the kind of an error
     places.md       the file and line of each number
 
 The reader writes for each number in one sentence what the function does, why the comment is there, or what the user
@@ -41,6 +41,8 @@ class Sentence:
 
 def docstrings(tree: ast.Module, place: str) -> Iterator[Sentence]:
     """Yield the docstrings of functions and classes, with the signature."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    owners = {method: owner.name + "." for owner in classes for method in owner.body}
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -49,7 +51,8 @@ def docstrings(tree: ast.Module, place: str) -> Iterator[Sentence]:
             signature = (
                 f"class {node.name}"
                 if isinstance(node, ast.ClassDef)
-                else f"def {node.name}({', '.join(argument.arg for argument in node.args.args + node.args.kwonlyargs)})"
+                else f"def {owners.get(node, '')}{node.name}"
+                f"({', '.join(argument.arg for argument in node.args.args + node.args.kwonlyargs)})"
             )
             yield Sentence("docstring", f"{place}:{node.lineno}", signature, text)
 
@@ -145,7 +148,10 @@ def main() -> int:
         questions.append(f"# {count} of {len(population)}: {kind}\n")
         for sentence in chance.sample(population, count):
             number += 1
-            questions.append(f"**{number}.** `{sentence.beside}`\n\n> " + sentence.text.replace("\n", "\n> ") + "\n")
+            file = sentence.place.rpartition(":")[0]
+            questions.append(
+                f"**{number}.** {file}: `{sentence.beside}`\n\n> " + sentence.text.replace("\n", "\n> ") + "\n"
+            )
             places.append(f"{number}. {sentence.place}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "questions.md").write_text("\n".join(questions), encoding="utf-8")
