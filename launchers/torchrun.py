@@ -167,7 +167,7 @@ class TorchrunWorkers:
             self._first = [rank for rank in gone if rank not in errors]
 
     def cause(self, rank: int) -> str | None:
-        """Return, for any rank, where the agent's own output is, if the agent failed and named no rank; else None."""
+        """Return that torchrun itself failed and where its output is; None if it reported a rank or did not fail."""
         if self._report.exists() or self._agent.poll() == 0:
             return None
         return f"could not run: torchrun ended with exit code {self._agent.poll()}, see {self._job.log_dir}/agent_*.txt"

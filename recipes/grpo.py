@@ -57,8 +57,11 @@ def build_graph(config: RunConfig) -> TaskGraph:
 
 
 def add_advantage(p: Pipeline, config: RunConfig) -> None:
-    """Add the node that computes advantages, with the nodes that the recipe needs before it (expert gate, keys of
-    turns) and after it (resampling, replay)."""
+    """Add the node that computes advantages, and the nodes that the recipe's settings need around it.
+
+    Before it: the choice between demonstrations and samples, keys of turns, running baselines; after it: resampling
+    and replay.
+    """
     if config.algorithm.loss.expert_gate is not None and config.data.experts is not None:
         p.add(experts.expert_gate)
     if "turn_keys" in needed_fields(config):

@@ -44,7 +44,7 @@ def fields_of(line: str) -> dict[str, str]:
 
 
 class Folder:
-    """The folder RUN_DIR/launch."""
+    """The folder RUN_DIR/launch, through which the driver, the guard and the steps of a Slurm job exchange files."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.path = run_dir, run_dir / "launch"
@@ -139,7 +139,7 @@ class Folder:
         self.add(self.path / "events.jsonl", {"time": time.time(), "job": job, "kind": kind, "text": text})
 
     def write_heartbeat(self) -> None:
-        """Write a heartbeat for the guard; cheap enough for every loop."""
+        """Write a heartbeat, by which the guard sees that this driver lives; cheap enough for every loop."""
         if time.monotonic() - self._told_alive > ALIVE_S:
             self._told_alive = time.monotonic()
             try:

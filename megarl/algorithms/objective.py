@@ -265,7 +265,7 @@ class Objective:
         return loss, metrics
 
     def _with_cross_entropy(self, loss: Tensor, logp: Tensor, inputs: TokenInputs, metrics: Metrics) -> Tensor:
-        """Return the loss with the cross-entropy of environment tokens and of experts' tokens, where there are any."""
+        """Add the cross-entropy of tokens of environments and of demonstrations, if there are any, to the loss."""
         if inputs.echo_weights is not None:
             loss = loss + echo_loss(logp, inputs.echo_weights, self.settings.echo_coef, metrics)
         if inputs.expert_weights is not None:

@@ -323,7 +323,10 @@ class ProgressScorer:
         return {} if self._bank is None else self._bank.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the references of earlier steps from `state`; do nothing if it is empty or no references are kept."""
+        """Restore the successful episodes of earlier steps, which new episodes are compared with, from `state`.
+
+        Nothing is done if `state` is empty or none of these episodes are kept.
+        """
         if self._bank is not None and state:
             self._bank.load_state(state)
 

@@ -128,8 +128,8 @@ class Registry(Generic[S]):
     def spec(self, name: str) -> S:
         """Return the declaration of a component.
 
-        A function without a declaration reads the keys of all named components; with `by_name`, the keys that its
-        parameters name.
+        A function that declares nothing may read the settings of every registered component, or, in a registry made
+        with `by_name`, only the settings that its parameters are named after.
         """
         function = self.get(name)
         declared = self.declared(function)

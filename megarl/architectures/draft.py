@@ -54,7 +54,7 @@ class DraftForm:
         return number if number >= 0 else None
 
     def rules(self, of_layers: Iterable[WeightRule], parts: tuple[str, ...], layers: int) -> tuple[WeightRule, ...]:
-        """Return the rules of the weights of a head with one layer.
+        """Return the rules of the weights of a draft head that has one layer.
 
         Args:
             of_layers: rules of the model's weights.

@@ -35,7 +35,7 @@ def scale(values: Mapping[str, Any]) -> float:
 
 
 def no_head_in_sglang(values: Mapping[str, Any], mixers: Sequence[Mixer]) -> str | None:
-    """Return why SGLang would use another head; None if it uses the same."""
+    """Return why SGLang would compute logits with another output layer than ours; None if it uses the same."""
     if values["tie_word_embeddings"]:
         return None
     return "SGLang's class loads no head of its own, only the embeddings (tie_word_embeddings: true)"

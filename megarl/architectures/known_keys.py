@@ -62,8 +62,10 @@ def _keys(spec: Architecture) -> frozenset[str]:
 
 
 def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (dotted key, fix) for every key that is probably a mistake: no class from which the config may have it
-    reads it, and published files do not have it either."""
+    """Return (dotted key, fix) for every key that is probably a mistake.
+
+    No class of this model type or of its relatives reads such a key, and no published config has it.
+    """
     model_type = hf_config["model_type"]
     legal = _legal(model_type)
     foreign = _foreign(model_type)

@@ -146,7 +146,7 @@ class FolderLock:
             )
 
     def _create(self) -> None:
-        """Create the record after any other command has ended."""
+        """Create the lock's record, a file that names this command. If another command has one, wait until it ends."""
         contested = False
         while True:
             try:
@@ -164,12 +164,14 @@ class FolderLock:
                 raise self._refusal(read_record(self._record, tell=False))
 
     def _await_end(self, record: Path, joins: Mapping[str, Any] | None = None) -> bool | None:
-        """Wait until the command of a record has ended; return whether that is certain, or None if the record is gone.
-        Raise UserError if the command is alive.
+        """Find out whether the command that wrote a record has ended, which may take a wait on another machine.
+
+        Return True if it certainly has ended, False if it probably has, None if there is no record to wait for any
+        more. Raise UserError if the command is alive.
 
         Args:
             record: path of a command's record.
-            joins: fields of the record if this machine belongs to that command, which also ends the wait.
+            joins: fields by which this machine recognises its own command; a record with these fields ends the wait.
         """
         first, start, announced = _touched(record), time.monotonic(), False
         while (touched := _touched(record)) is not None:

@@ -57,7 +57,7 @@ def complete_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def projector_file(folder: Path) -> Path | None:
-    """Return the separate file of the state's projector, if there is one."""
+    """Return the file with the projector of the robot's proprioceptive state, if the folder has it apart."""
     files = sorted(file for file in folder.glob("*proprio_projector*") if file.is_file())
     if len(files) > 1:
         raise ConfigError(

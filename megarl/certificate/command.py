@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the sections, print and save their results; return the exit code."""
+    """Run the chosen sections of the certificate, print and save their results; return the exit code."""
     from rich.console import Console
 
     from megarl.certificate.harness import SECTIONS, certify, machine_key, read_result

@@ -47,7 +47,7 @@ class Findings:
         self._write("skip", name, detail=str(why))
 
     def part(self, name: str, work: Callable[[], None]) -> None:
-        """Run `work`, one part of a certificate's section; if it raises `Skipped`, record that it cannot run here."""
+        """Run `work`, one part of a section of checks of this machine; if it raises `Skipped`, record that."""
         try:
             work()
         except Skipped as why:

@@ -141,7 +141,7 @@ def certify(
 
 
 def read_result(folder: Path) -> Result | None:
-    """Return the result of a certificate's section, saved in `folder`; None if there is none, or it cannot be read."""
+    """Return the result of a section of the certificate from its `folder`; None if the file is missing or damaged."""
     try:
         return Result(**json.loads((folder / "result.json").read_text()))
     except (OSError, ValueError, TypeError):
@@ -149,7 +149,7 @@ def read_result(folder: Path) -> Result | None:
 
 
 def run_section(section: CertificateSection, folder: Path, machine: dict[str, Any]) -> Result:
-    """Run a section in its own process until it ends or its deadline passes; return and save its result."""
+    """Run a section of the certificate in its own process, at most until its deadline; return and save its result."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     deadline = section.deadline_s if has_nvidia_device() else section.cpu_deadline_s
@@ -196,8 +196,10 @@ def verdict(findings: Sequence[dict[str, Any]], code: int | None, deadline_s: fl
 
 
 def end_family(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Kill a section's process with everything that it started, also in other sessions; wait until all are gone. They
-    are found by an environment variable with the section's `folder`, since a dead process has no children any more.
+    """Kill the process of a certificate's section with everything that it started; wait until all are gone.
+
+    What it started, also in other sessions, is found by an environment variable that has the section's `folder`,
+    since a dead process has no children any more.
     """
     processes = [other for other in psutil.process_iter(["environ"]) if other.pid != process.pid]
     family = [other for other in processes if (other.info["environ"] or {}).get(_SECTION_OF) == str(folder)]

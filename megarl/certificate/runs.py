@@ -41,7 +41,7 @@ def gpu_count() -> int:
 
 
 def sizes_of(model: str) -> dict[str, Any]:
-    """Return `model.hf_config` with the sizes of a hub model and the special tokens of the quickstart's model."""
+    """Return a value of `model.hf_config`: the sizes of the hub model `model` with the quickstart's special tokens."""
     known = raw_config(ModelConfig(path=model))
     assert known is not None, "the model must be a known one"
     return {**known[0], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -291,7 +291,7 @@ def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, ref
 
 
 def _first_key(moment: Moment) -> str:
-    """Return the first recipe key of the moment's largest memory term; `model` if the term has no key."""
+    """Return the first recipe key of the term that takes most memory at this moment; `model` if it has no key."""
     key = moment.largest()[0].keys.partition(",")[0]
     return key if "." in key else "model"
 

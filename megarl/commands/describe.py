@@ -48,7 +48,11 @@ def reference() -> str:
 
 
 def write_reference(file: Path) -> bool:
-    """Replace the text between the markers in the Markdown `file`, or raise ValueError; return whether it changed."""
+    """Write the generated tables of keys or models between the markers of a docs page; return whether it changed.
+
+    Raises:
+        ValueError: the page has no markers.
+    """
     old, text = file.read_text(encoding="utf-8"), {"keys": reference, "models": model_table}[file.stem]()
     begin, end = (marker.format(name=file.stem) for marker in (BEGIN, END))
     if begin not in old or end not in old:
@@ -61,7 +65,7 @@ def write_reference(file: Path) -> bool:
 
 
 def _entries(path: str, section: type[Section], shown: dict[type[Section] | None, str]) -> list[str]:
-    """Return the table of a section with a name that the user chooses, and of its sections that are not `shown`."""
+    """Return the docs table of a recipe section that users name, and of the sections in it that have no table yet."""
     inside = [Key(f"{path}.{name}", info, section_of(info)) for name, info in section.model_fields.items()]
     values = {key.path: key.info.get_default(call_default_factory=True) for key in inside}
     of_class = {key.path: shown.get(key.section, key.path) for key in inside if key.section is not None}

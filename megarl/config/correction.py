@@ -141,7 +141,7 @@ class ResolvedCorrection:
 
     @property
     def rules(self) -> list[dict[str, Any]]:
-        """All rejection rules as dicts with level, stat, lower and upper; the short form comes first."""
+        """All rejection rules as dicts with level, stat, lower and upper: that of `rs_level`, then those of `rs`."""
         short = {"stat": "k1", "lower": self.rs_threshold_lower, "upper": self.rs_threshold}
         return [*([] if self.rs_level == "none" else [{"level": self.rs_level, **short}]), *self.rs]
 

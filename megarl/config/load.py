@@ -390,7 +390,7 @@ def _merge(below: Document, above: Document) -> None:
 
 
 def _count_by_steps(below: Document, above: Document) -> None:
-    """Clear a lower layer's epochs, which would override steps, when `above` sets only the steps of a phase."""
+    """Clear the epochs that `below` sets where `above`, which overrides it, sets only steps: epochs would win."""
     for section in ("trainer", "sft"):
         length = _at(above.data, section)
         if "steps" in length and "epochs" not in length and "epochs" in _at(below.data, section):

@@ -502,7 +502,7 @@ def _unknown_part(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the settings in an unknown section; for a section that has a hint, yield only its own path."""
+    """Yield the paths of the settings in an unknown section; only its own path if other trainers have that section."""
     if not isinstance(value, Mapping) or not value or (path[-1] not in _SECTIONS and meaning_of(path) is not None):
         yield path
         return

@@ -31,7 +31,7 @@ class TurnSamplingConfig(Section):
     )
 
     def after(self, common: SamplingConfig) -> SamplingConfig:
-        """Return `common` with the keys of `DISTRIBUTION` that are set."""
+        """Return the run's sampling `common` with what these settings change in the distribution of tokens."""
         return common.model_copy(update=self.model_dump(include={*DISTRIBUTION}, exclude_none=True))
 
 

@@ -174,7 +174,7 @@ class Task:
         """Raise if the task's own files in a checkpoint do not match this run."""
 
     def complete_export(self, config: RunConfig, hf: PretrainedConfig, checkpoint: Path) -> None:
-        """Set the task's values of `checkpoint` on the config `hf`, so that an export writes them."""
+        """Add what only this kind of task exports, such as action statistics in `checkpoint`, to the config `hf`."""
 
 
 TEXT = Task()

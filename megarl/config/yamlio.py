@@ -133,7 +133,7 @@ def _read_by(kind: type[Any], text: str, path: tuple[str, ...], file: str) -> Do
 
 
 def _load(kind: type[Any], text: str, walk: Callable[[yaml.Node], None]) -> Any:
-    """Return the value in `text`, or None when it is empty. `walk` is called with its node after the size check."""
+    """Return the value in `text`, or None when it is empty. After a check of its size, `walk` gets the root node."""
     loader = None
     try:
         loader = kind(text)

@@ -136,7 +136,7 @@ class _History:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a node."""
+    """Where a node of the task graph gets its inputs from."""
 
     waits: list[str]  # nodes on which this node depends directly, in the listed order
     # the writer of each field that the node uses, except fields of the entry and fields that no node wrote

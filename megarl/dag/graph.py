@@ -45,7 +45,7 @@ class TaskGraph:
 
     @property
     def roles(self) -> set[Role]:
-        """The roles of its nodes, and the roles that their stages take as arguments."""
+        """The roles of the graph's nodes, and the roles of further models that the nodes' stages use."""
         named = {role_named(name) for node in self for name in node.needs_roles}
         return {node.role for node in self} | named | {*self.policies}
 

@@ -30,7 +30,7 @@ class Measured:
     served: frozenset[str]  # nodes that servers run on separate devices, so that more workers would not speed them up
 
     def device_seconds(self, nodes: Iterable[str]) -> float:
-        """Return the device-seconds per step of these nodes: seconds times workers; `served` nodes are left out."""
+        """Return these nodes' device-seconds per step: seconds times workers, without nodes that servers compute."""
         return sum(self.timings.seconds[id] * self.workers[id] for id in nodes if id not in self.served)
 
 

@@ -61,7 +61,7 @@ class Role:
 
     @property
     def name(self) -> str:
-        """The name of the attribute of a built-in role."""
+        """The constant's name of a built-in role, such as ACTOR."""
         return self.value.upper()
 
     @property

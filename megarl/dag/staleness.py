@@ -85,7 +85,7 @@ class StalenessPolicy(ABC):
         return min(version + 1 + self.max_staleness, self.steps)
 
     def steps_ahead(self, step: int) -> int:
-        """Return how many steps after `step` may have groups that began before the weights after `step` exist."""
+        """Return of how many later steps groups may begin before `step` has been trained."""
         return max(0, self.last_step(step - 1) - step)
 
     def in_time(self, step: int, left: Mapping[int, int]) -> bool:
@@ -189,7 +189,7 @@ class InOrder(StalenessPolicy):
         return chosen if len(chosen) == self.groups and done.issuperset(chosen) else None
 
     def weights_must_go(self, version: int, step: int) -> bool:
-        """Return whether weights must be sent: the step after `step` is generated while `step` is trained."""
+        """Return whether `version` is too old for the step after `step`, which is generated while `step` is trained."""
         return super().weights_must_go(version, step + 1)
 
     @property

@@ -113,7 +113,8 @@ def _differencing(sizes: np.ndarray, k: int) -> list[list[int]]:
 
 
 def _rows(sizes: np.ndarray, k: int) -> np.ndarray:
-    """Start with equal counts: rows of k items, longest first; the longest item of a row goes to the lightest part."""
+    """Return k parts of nearly equal counts [k, width], with -1 for none: of the next k longest items, the longest goes
+    to the part with the smallest total, and so on."""
     width = -(-len(sizes) // k)
     order = np.full(width * k, -1, dtype=np.int64)
     order[: len(sizes)] = np.argsort(-sizes, kind="stable")

@@ -158,7 +158,8 @@ class Conversations:
         prompt exactly, because the prompt's `<think>` or the reasoning of earlier turns is missing.
 
         Returns:
-            The position, and the prompt where the template begins answers and prompts differently, else empty text.
+            The answer's position in the text, and the prompt to put in its place where the template writes prompts
+            differently there, else empty text.
         """
         is_last = place == len(messages) - 1
         if is_last not in self._inserted:

@@ -359,7 +359,7 @@ def current_name(name: str) -> str:
 
 
 def own_places(samples: Batch) -> list[int]:
-    """Return the places of the samples that the policy generated; all of them in runs without experts."""
+    """Return the row numbers of the samples that the policy generated, which are all without `data.experts`."""
     if SOURCE not in samples:
         return list(range(len(samples)))
     return [place for place, source in enumerate(samples[SOURCE]) if source != EXPERT]

@@ -40,7 +40,7 @@ STILLS, CLIPS = 3, 4
 
 
 def place_of(numbers: Sequence[int]) -> Place:
-    """Return a place from its numbers, of which those of images may lack the last."""
+    """Return the place of an image or video in a sequence from 3 or 4 numbers; images may lack the lag, the last."""
     start, rows, columns, *lag = numbers
     return start, rows, columns, lag[0] if lag else STILL
 
@@ -98,7 +98,7 @@ class ImageSet:
         ).shifted(-first)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return the patches of each image."""
+        """Return the pixel patches of each image [patches, values]."""
         return self.patches.split(self.sizes)
 
     def to_json(self) -> dict[str, Any]:

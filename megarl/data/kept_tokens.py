@@ -17,14 +17,17 @@ from megarl.data.tensor_text import from_text, to_text
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """The kept tokens of consecutive tokens of a sample, end to end; a token with count 0 has no record."""
+    """For consecutive tokens of a sample: the ids that top-k and top-p left to draw each of them from, end to end.
+
+    A token with count 0 has no such record.
+    """
 
     counts: Tensor  # int32 [n], number of kept ids of each token
     ids: Tensor  # int32 [sum of counts], the kept ids, token after token
 
     @classmethod
     def of(cls, rows: Tensor) -> KeptTokens:
-        """Return the record of `rows` [n, k], the ids of the kept tokens of each token; an id of -1 is none."""
+        """Return the record of n tokens from `rows` [n, k], the ids that each was drawn from, filled up with -1."""
         is_kept = rows >= 0
         return cls(is_kept.sum(1, dtype=torch.int32), rows[is_kept].to(torch.int32))
 
@@ -47,7 +50,7 @@ class KeptTokens:
         return KeptTokens(torch.cat([self.counts, self.counts.new_zeros(tokens - len(self))]), self.ids)
 
     def first(self, tokens: int) -> KeptTokens:
-        """Return the record of the first `tokens` tokens."""
+        """Return the part of this record that belongs to the first `tokens` tokens."""
         counts = self.counts[:tokens]
         return KeptTokens(counts, self.ids[: int(counts.sum())])
 
@@ -60,7 +63,7 @@ class KeptTokens:
         return rows
 
     def to_text(self) -> list[list[str | int] | None]:
-        """Return counts and ids as plain data for JSON, which `from_text` reads."""
+        """Return this record as plain data for JSON, which `from_text` reads."""
         return [to_text(part[:, None]) for part in (self.counts, self.ids)]
 
     @classmethod

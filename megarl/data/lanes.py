@@ -63,7 +63,7 @@ def rows_of(episode: Trajectory) -> list[Trajectory]:
 
 
 def leads(samples: Batch) -> list[int]:
-    """Return the places of the rows that stand for their episodes; without episodes of several rows, all places."""
+    """Return the numbers of the first rows of episodes, the lead rows; all rows if every episode has one row."""
     return list(range(len(samples))) if LANE not in samples else (samples[LANE] == 0).nonzero()[:, 0].tolist()
 
 
@@ -73,7 +73,7 @@ def branches(samples: Batch) -> bool:
 
 
 def spread(values: Sequence[T], samples: Batch) -> list[T]:
-    """Return the value of each row's episode; `values` has one value for each of `leads`."""
+    """Return, for every row, the value of its episode; `values` has one value per episode, in the order of `leads`."""
     if LANE not in samples:
         return list(values)
     names = samples[EPISODE]
@@ -82,7 +82,8 @@ def spread(values: Sequence[T], samples: Batch) -> list[T]:
 
 
 def spread_constant(values: Tensor, samples: Batch, name: str) -> Tensor:
-    """Return a value for every response token, from values of the lead rows' tokens that are the same within a row.
+    """Return a value for every response token, from values of the tokens of first rows (`leads`) that are
+    the same within a row: all tokens of an episode get the value of its first row.
 
     Args:
         values: one value per response token of the rows `leads`, row after row.

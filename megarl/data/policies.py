@@ -26,7 +26,10 @@ POLICY = "policy"
 
 @dataclass(frozen=True)
 class PolicyPart:
-    """The rows of one part of an episode (`parts_of`); the last turn of the first row has the part's reward."""
+    """What one policy generated in a part of an episode (see `parts_of`), as rows.
+
+    The part's reward stands in the last turn of its first row.
+    """
 
     name: str
     policy: str

@@ -46,7 +46,7 @@ class PrefixTree:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of columns of each node."""
+        """Number of tokens of each node."""
         return [node.length for node in self.nodes]
 
     def starts(self) -> list[int]:

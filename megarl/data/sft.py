@@ -222,7 +222,12 @@ def response_tokens(
 
 
 def _response(tokenizer: Any, turns: Sequence[tuple[Turn, list[int], list[int]]], end: int) -> Response:
-    """Join the turns of a conversation; each comes with the tokens of the text before it, and of both together."""
+    """Join the turns of a conversation to token ids, each with whether it is learnt.
+
+    Args:
+        turns: a turn, the tokens of the text before it, and the tokens of that text with the turn.
+        end: the token that ends turns.
+    """
     ids, learnt = list[int](), list[bool]()
     for number, (turn, before, whole) in enumerate(turns):
         between = before[1:] if number else []  # `before` starts with the previous turn's end token, which `ids` has

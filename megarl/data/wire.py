@@ -71,7 +71,7 @@ class Block:
 
     @classmethod
     def of(cls, *buffers: Any) -> Block:
-        """Return a block whose parts are views of `buffers`."""
+        """Return a block of samples whose parts are the bytes of `buffers`, not copied."""
         return cls(tuple(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers))
 
     def tobytes(self) -> bytes:
@@ -162,7 +162,10 @@ class Packer:
             yield Span(block, start, stop)
 
     def block(self, places: Sequence[int]) -> Block:
-        """Return the samples at `places` as a block, whose fields are views of the batch; equal offsets occur once."""
+        """Return the samples at `places` as a block of bytes, whose fields are views of the batch and not copies.
+
+        Fields whose samples have equal lengths share one table of offsets.
+        """
         where = np.asarray(places, dtype=np.int64)
         runs = _runs(where)
         numbers: dict[bytes, int] = {}

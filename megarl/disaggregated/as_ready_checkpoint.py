@@ -133,7 +133,7 @@ class BufferedGroups:
         return [number for number in sorted(self.versions) if number not in without][rank::size]
 
     def finished_of(self, numbers: Iterable[int], handovers: Sequence[Handover]) -> list[FinishedGroups]:
-        """Return the finished groups among `numbers`, with the fields of `handovers`."""
+        """Return those groups of `numbers` that are finished, with the fields that `handovers` pass between teams."""
         groups = []
         for number in numbers:
             if number not in self.finished:

@@ -169,8 +169,8 @@ class AsReadyUpdates(WeightUpdates):
         self._update_number, self._version = self._update_number + 1, version
 
     def metrics(self, step: int) -> list[MetricsJson]:
-        """Return the metrics that the rollout team sent: one entry for each of its segments that ended during `step`,
-        and one for the samples of `step`."""
+        """Return the metrics that the rollout team sent: one entry for each segment, the time between two
+        weight updates of the team, that ended during `step`, and one for the samples of `step`."""
         mail, ended, self._ended = self._c.mail, self._ended, []
         segments = [StepMetrics.read_together(mail, self._team, number).metrics for number in ended]
         return [*segments, StepFormed.read_together(mail, step).metrics]

@@ -188,7 +188,7 @@ class OpenEnv(Environment):
         return reply
 
     async def _form(self) -> str:
-        """Describe actions for the policy, by the server's schema if the policy writes all of an action."""
+        """Return in words what the policy has to write: a text, or a JSON object of the server's schema of actions."""
         if self.settings.field is not None:
             return "a text"
         if self.settings.instructions is None and not self.shared.form:

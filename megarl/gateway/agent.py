@@ -356,9 +356,9 @@ class Agent(Environment):
             self._freeing = asyncio.ensure_future(self._free())
 
     async def _refuse_after_end(self) -> None:
-        """Raise EpisodeFailure if the run has ended this episode while it waited for its place or for its program.
+        """Raise EpisodeFailure if the run has ended this episode while it waited to be started.
 
-        The place of an ended episode is freed first.
+        Before that, its session and a program that started meanwhile are ended.
         """
         if not self._session.over:
             return
@@ -419,7 +419,7 @@ class Agent(Environment):
     def _result(
         self, program: Program, limited: bool
     ) -> tuple[float, dict[str, float | list[float]], dict[str, float]]:
-        """Return the reward, the rewards of several policies, and the numbers that a program has left.
+        """Return what a program has left as its result: a reward, rewards of several policies, and numbers to log.
 
         Args:
             limited: a limit ended the episode, so that a program without a result counts as 0.
@@ -444,7 +444,7 @@ class Agent(Environment):
             ) from error
 
     def _apart(self) -> dict[str, float | list[float]]:
-        """Return rewards of 0 for each conversation of several policies, whose scores reward functions give."""
+        """Return a reward of 0 for each conversation of each policy, to which reward functions add their scores."""
         return {name: [0.0] * len(self._session.record.roots(name)) for name in self.shared.policies}
 
     async def _free(self) -> None:

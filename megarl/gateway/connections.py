@@ -82,7 +82,7 @@ class Connections:
         self._open[handler] = key
 
     def release(self, key: str) -> None:
-        """Count the connections of a session that has ended as strangers."""
+        """Count the connections of a session that has ended as connections without a session."""
         self._open = {handler: "" if holder == key else holder for handler, holder in self._open.items()}
 
     async def _accept(self, listening: socket.socket, handler: Callable[[], RequestHandler]) -> None:
@@ -103,7 +103,7 @@ class Connections:
                     connection.close()
 
     def _has_room(self) -> bool:
-        """Return whether a connection may be accepted, after the oldest stranger has made way if it must."""
+        """Return whether a connection may be accepted. If all are taken, the oldest one without a session is closed."""
         self._forget_closed()
         if len(self._open) < self.most:
             return True

@@ -261,7 +261,7 @@ def _result(path: str, most: int) -> bytes:
 
 
 def _call(name: str) -> int:
-    """Call a function with the task, write what it returns as the result, and return an exit code."""
+    """Call the user's function `name` with the task, write its return value as the result; return an exit code."""
     import importlib.util
     import traceback
 

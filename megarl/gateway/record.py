@@ -66,7 +66,7 @@ class CallNode:
 
     @property
     def why_closed(self) -> str:
-        """The cause of a branch that begins because no call may continue this one."""
+        """Why no later call may continue this one, so that it begins a branch."""
         if self.has_image_token:
             return "image_token"
         return "cut" if self.finish == "length" else "undelivered"

@@ -58,7 +58,7 @@ def parse_result(text: str, *, scored: bool) -> tuple[float, dict[str, float]]:
 def parse_rewards(
     text: str, policies: Mapping[str, AgentPolicyConfig], record: Record
 ) -> tuple[dict[str, float | list[float]], dict[str, float]]:
-    """Return the rewards of an episode of several policies, as `Trajectory.rewards`, and its numbers.
+    """Parse the result of an episode of several policies: return `Trajectory.rewards`, and numbers to log.
 
     Raises:
         ResultError: the result has another form, or rewards that do not fit the episode (`check_rewards`); or as

@@ -320,7 +320,10 @@ def _docker(sandbox: Sandbox, program: list[str], function: str | None, environm
 
 
 def _apptainer(sandbox: Sandbox, program: list[str], function: str | None, environment: dict[str, str]) -> Launch:
-    """Apptainer: a container without network, whose processes are the runner's, which limits them."""
+    """Return the command that runs the program in an Apptainer container without network.
+
+    Its processes are children of the program's runner, which limits them.
+    """
     paths = _outermost([str(sandbox._shared), *sandbox.paths(program, function)])
     user = ("--security", f"uid:{NOBODY}", "--security", f"gid:{NOBODY}") if is_root() else ()
     argv = [

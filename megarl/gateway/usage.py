@@ -33,7 +33,7 @@ class _Stat(NamedTuple):
 
 
 def usage_of(roots: Iterable[int], shared_above: dict[int, int]) -> dict[int, Usage]:
-    """Return what the descendants of each process use, without the process itself.
+    """Return the memory and CPU time that the descendants of each process use, without the process itself.
 
     Args:
         shared_above: process id -> bytes above which shared pages are counted once, which takes longer.

@@ -39,7 +39,7 @@ class VerifiersSettings(AgentSettings):
 
 
 def section(taskset: str | Mapping[str, Any], config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the section `env` of verifiers. Raise ConfigError if it names no taskset."""
+    """Return the settings by which the package `verifiers` opens a taskset; raise ConfigError if none is named."""
     chosen = {"id": taskset} if isinstance(taskset, str) else dict(taskset)
     if not chosen.get("id"):
         raise ConfigError("no taskset is named", where="env.taskset", found=taskset, fix="add its id")

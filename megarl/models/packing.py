@@ -66,7 +66,10 @@ class PackedSequences(PackedSeqParams):
 
     @property
     def shared_tokens(self) -> tuple[int, int]:
-        """Number of tokens that shared prefixes save, and of tokens of all sequences; not for context parallelism."""
+        """Number of tokens that need not be computed because prefixes are shared, and number of all sequences' tokens.
+
+        Not defined with context parallelism.
+        """
         computed = int((~self.padding).sum())
         total = computed if self.prefixes is None else int(self.prefixes.multiplicity.sum())
         return total - computed, total

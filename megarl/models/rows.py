@@ -17,7 +17,7 @@ from megarl.kernels import gpu
 
 
 class RowRoute(NamedTuple):
-    """The assignment of rows to tokens."""
+    """Which rows, copies of a token's hidden state for the experts, belong to which token."""
 
     tokens: Tensor  # int64 [m], the token of each row
     # int32 or int64 [n, k], the rows of each token; negative entries fill up tokens with fewer than k rows

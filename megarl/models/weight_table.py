@@ -109,7 +109,7 @@ class WeightTable:
         return bool(self.draft)
 
     def without_draft(self) -> WeightTable:
-        """Return the table of the model without its draft head."""
+        """Return the weight table of the same model without its draft head."""
         return replace(self, draft=())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

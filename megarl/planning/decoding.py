@@ -220,6 +220,6 @@ class Decoder:
 
 
 def steps_of(last: float) -> list[tuple[float, float]]:
-    """Return intervals that cover the decoding steps from 0 to `last`."""
+    """Return intervals of equal width that cover the decoding steps from 0 to `last`, to sum costs over."""
     width = last / _POINTS
     return [(at * width, (at + 1) * width) for at in range(_POINTS)]

@@ -96,7 +96,7 @@ class Memory:
         return max(self.moments, key=lambda moment: moment.least)
 
     def terms(self) -> list[Term]:
-        """Return the memory terms of all moments, each once."""
+        """Return the terms of memory of all moments of a step, each once."""
         return list(dict.fromkeys(term for moment in self.moments for term in moment.terms))
 
 

@@ -192,7 +192,7 @@ class StepFormulas:
         return (servers.tp_size, servers.ep_size, servers.attention_dp, servers.colocated, *teams)
 
     def _server_cache(self) -> float:
-        """Return a server device's bytes for keys and values, cached for plans that differ only in an update's memory.
+        """Return a server device's bytes for keys and values. Plans that differ only in an update share the result.
 
         The memory plan has these bytes for servers that the run starts, but not for servers that already run on other
         devices.

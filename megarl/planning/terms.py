@@ -24,7 +24,7 @@ class Term:
 
 
 def term(what: str, size: float, keys: str, *, rough: bool = False) -> Term:
-    """Return a term of `size` bytes; of a `rough` estimate only a part is certain."""
+    """Return a term of the memory estimate with `size` bytes; of a `rough` one only size / ROUGH counts as certain."""
     return Term(what, size, keys, size / ROUGH if rough else size)
 
 
@@ -37,7 +37,7 @@ class Moment:
 
     @property
     def bytes(self) -> float:
-        """The estimated bytes."""
+        """The estimated bytes of memory at this moment."""
         return sum(term.bytes for term in self.terms)
 
     @property

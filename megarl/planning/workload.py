@@ -62,7 +62,7 @@ def _facts_of(model: ModelConfig) -> ModelFacts | None:
 
 @dataclass(frozen=True)
 class Share:
-    """The samples of the replica with the most tokens."""
+    """Numbers of the samples that a replica has in a step, for the replica with the most tokens."""
 
     samples: float  # number of samples
     prompt: float

@@ -178,7 +178,7 @@ def reasoning_gym(sample: dict[str, Any], *, tag: str | None = "answer") -> dict
 
 
 def _packed(value: Any) -> Any:
-    """Return a value as JSON data that `_unpacked` turns back: tasks differ for tuples and lists, keys 1 and "1"."""
+    """Return a value as JSON data from which `_unpacked` restores it, with tuples and keys that are no text."""
     if isinstance(value, Mapping):
         return {"dict": [[_packed(key), _packed(item)] for key, item in value.items()]}
     if isinstance(value, tuple):

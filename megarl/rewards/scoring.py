@@ -130,7 +130,10 @@ def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
 
 
 def _checked(value: Any) -> Result:
-    """Return `value` as a dict of finite floats with `overall` (and text under `extracted`)."""
+    """Return what a reward function returned, a number or a dict with `overall`, as a dict of floats.
+
+    Text is allowed under `extracted`. _Refused is raised for anything else, such as a number that is not finite.
+    """
     if not isinstance(value, dict):
         return {"overall": _finite(value, "")}
     if "overall" not in value:

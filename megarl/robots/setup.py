@@ -121,7 +121,12 @@ def vla_layout(config: RunConfig, hf: PretrainedConfig) -> VLALayout | FlowLayou
 def body_of(
     config: RunConfig, sequences: VLALayout | FlowLayout, hf: PretrainedConfig, data: DatasetStatistics
 ) -> Body:
-    """Return the policy's `Body`, with the layout `sequences` of its calls and the statistics `data` of its actions."""
+    """Return the policy's `Body`, which encodes observations and decodes actions.
+
+    Args:
+        sequences: layout of the tokens of a policy call.
+        data: statistics of the actions and states that the policy was trained on.
+    """
     robot = robot_of(config)
     refuse_other_dim(data, robot.dim)
     refuse_other_state(data, state_numbers(sequences.shape))

@@ -40,9 +40,10 @@ class BatchedGeneration:
         self._turns[sequence] = (tokens, seed, room, images, begun)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Run one round, and return its turns by sequence. If `enough()` is True, the turns stay for the next round.
+        """Generate all waiting turns in one batch, a round, and return them by sequence.
 
-        This rank joins a round without turns as well, because ranks that have turns wait for it.
+        If `enough()` is True, this rank returns nothing and its turns wait for the next round. It joins a round
+        without turns as well, because ranks that have turns wait for it.
         """
         next_round = self._turns if self._turns and enough is not None and enough() else {}
         turns = {} if next_round else self._turns

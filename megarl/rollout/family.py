@@ -111,7 +111,7 @@ class ModelLinks(WeightLink):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the weights of all models inside the block."""
+        """Keep all models' weights of now to generate with inside the block, whatever is trained meanwhile."""
         with ExitStack() as stack:
             for link in self._links:
                 stack.enter_context(link.held())

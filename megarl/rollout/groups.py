@@ -652,7 +652,13 @@ class GroupGenerator:
         return over
 
     def _apply_branch(self, slot: int, answer: Answer, branch: Branch, prompt: int) -> None:
-        """Add an answer of an environment that keeps a tree of turns; the slot may go on with another sequence."""
+        """Add an answer of an environment whose turns form a tree: the next turn may continue another sequence.
+
+        Args:
+            slot: number of the place, of the samples generated at once, in which the episode runs.
+            branch: where in the tree the turn was added.
+            prompt: number of prompt tokens.
+        """
         sample = self._samples[slot]
         before = sample.trajectory.turn_numbers[-1:]
         lanes = apply_branch(sample.trajectory, answer, branch, prompt, self._engine.weight_version)

@@ -93,7 +93,11 @@ class PolicyGenerations:
         self._holders[sequence].submit(sequence, tokens, seed, room, images, begun)
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
-        """Return finished turns of every model that has turns in flight."""
+        """Let every model that has turns in flight generate once; return all turns that finished.
+
+        Args:
+            enough: as that of each generation.
+        """
         over: dict[int, Completion] = {}
         for generation in self._generations.values():
             over |= generation.wait(enough)

@@ -273,7 +273,7 @@ def kept_reference(checkpoint: Path) -> Path:
 
 
 def set_aside_reference(run_dir: Path, aside: Path) -> None:
-    """Move the reference of a run that starts over into the folder `aside` with its old checkpoints."""
+    """Move the reference model's weights of a run that starts over into the folder `aside` of its old checkpoints."""
     if _is_model(run_dir / FOLDER):
         (run_dir / FOLDER).rename(aside / FOLDER)
 

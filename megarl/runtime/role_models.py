@@ -194,8 +194,11 @@ def make_further(c: RankState, name: str, start: RunStart) -> FurtherRole:
 
 
 def _begin_as_actor(c: RankState, initial: str | None, chunks: list[PolicyModel]) -> None:
-    """Give a further model the actor's weights: those of `initial` in another team; randomly if a checkpoint replaces
-    them."""
+    """Give a further model the weights with which the actor begins.
+
+    They are copied from the actor, or in another team than the actor's read from `initial`. Without `initial` they
+    are random, since a checkpoint replaces them.
+    """
     if c.team.leads:
         copy_weights(c.actor.chunks, chunks)
     elif initial is not None:

@@ -96,7 +96,7 @@ class ActorRole(ModelRole):
         return self.engine.step
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Return the log-prob of every response token (float32) at `temperature`; None: as generated."""
+        """Return the log-prob of every response token (float32) at `temperature` (None: as generated)."""
         self._c.count_pass(samples)
         return self.score(samples, temperature)
 
@@ -166,7 +166,7 @@ class FurtherRole(ActorRole):
         return self._temperature
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Return the log-prob of every response token (float32) at `temperature`; None: as generated."""
+        """Return the log-prob of every response token (float32) at `temperature` (None: as generated)."""
         return self.score(samples, temperature)
 
     def sft_step(self, batch: Batch) -> Metrics:
@@ -180,7 +180,7 @@ class ReferenceRole(ModelRole):
     name = offload_schedule.REFERENCE
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """Return the reference's log-prob of every response token (float32) at `temperature`; None: as generated."""
+        """Return the reference's log-prob of every response token (float32) at `temperature` (None: as generated)."""
         logp = self.score(samples, temperature)
         self._c.count_pass(samples)
         return logp

@@ -44,13 +44,13 @@ class Line:
     per_token: float = 0.0
 
     def at(self, tokens: float) -> float:
-        """Return the seconds for `tokens` tokens."""
+        """Return how many seconds an operation takes for `tokens` tokens."""
         return self.fixed + self.per_token * tokens
 
 
 @dataclass(frozen=True)
 class Table:
-    """Durations from a table, measured or computed."""
+    """Durations of a run's operations for the simulation, measured in a run or computed by formulas."""
 
     token_s: Line  # seconds per decoding step, by number of running samples
     prefill_s: Line = field(default_factory=lambda: Line(0.0))  # seconds of a prefill, by number of tokens

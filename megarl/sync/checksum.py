@@ -60,7 +60,10 @@ class DeviceChecksum:
         self._rest: Tensor | None = None
 
     def update(self, part: Tensor) -> None:
-        """Add the next bytes of the tensor; bytes after the last whole tile are kept until the next call or the end."""
+        """Add the next bytes of the tensor to its hash, which is computed tile by tile (fixed numbers of bytes).
+
+        Bytes after the last whole tile are kept until the next call or the end.
+        """
         flat = part.detach().contiguous().flatten().view(torch.uint8)
         if self._rest is not None:
             flat = torch.cat([self._rest, flat])

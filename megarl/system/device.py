@@ -138,7 +138,7 @@ class RandomStates:
 
     @classmethod
     def now(cls) -> RandomStates:
-        """Return the states now."""
+        """Return the present states of the random generators of Python, numpy and torch."""
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state())
 
     def restore(self) -> None:

@@ -46,7 +46,7 @@ def leftovers(temporary: Path | None = None, shared: Path | None = None) -> list
 
 
 def remove_leftovers(temporary: Path | None = None, shared: Path | None = None) -> list[Path]:
-    """Remove leftovers where permissions allow; return the removed ones."""
+    """Remove files and folders that ended runs left in temporary folders, where allowed; return the removed ones."""
     removed = leftovers(temporary, shared)
     for path in removed:
         if path.is_dir() and not path.is_symlink():

@@ -42,7 +42,7 @@ def as_parent(above: str | None = None) -> dict[str, str]:
 
 
 def parents() -> list[Parent]:
-    """Return the processes in the environment variable set by `as_parent`, else the current parent process."""
+    """Return the processes whose end must end this one: those set by `as_parent`, else the parent process."""
     named = os.environ.get(PARENTS)
     if named is None:
         return [(os.getppid(), began(os.getppid()) or 0)]

@@ -49,7 +49,7 @@ def write_token(run_dir: Path) -> None:
 
 
 def read_token(run_dir: Path) -> bytes | None:
-    """Return the token of the run; None if no launcher of megarl started it."""
+    """Return the run's secret, which proves that a process belongs to it; None if no launcher of megarl started it."""
     with contextlib.suppress(FileNotFoundError):
         return (run_dir / _TOKEN_FILE).read_bytes()
     return None

@@ -127,7 +127,7 @@ def _tiles(runs: list[Run], stage: str) -> list[dict[str, Any]]:
 
 
 def _entry(tile: Tile, points: Points | None) -> dict[str, Any]:
-    """Return the value of a tile and its note. The value is None when the run lacks the metric."""
+    """Return what a tile, the report's box for a metric, shows: its value (None without the metric) and a note."""
     drawn = ([], []) if points is None else shown(tile.metric, points)
     pairs = [(step, value) for step, value in zip(*drawn, strict=True) if value is not None]
     if not pairs:

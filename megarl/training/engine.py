@@ -63,7 +63,10 @@ LossFn = Callable[..., tuple[Tensor, Metrics]]
 
 
 class TeacherTargets(NamedTuple):
-    """The batch field with a teacher's most likely tokens or, if a divergence has `terms`, its hidden states."""
+    """What is distilled from a teacher: the batch field with its most likely tokens.
+
+    With `terms`, the parts of a divergence over the whole vocabulary, the field has its hidden states.
+    """
 
     field: str
     terms: Terms | None = None

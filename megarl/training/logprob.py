@@ -134,7 +134,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """The values of some tokens from which the gradient of their logits is computed."""
+    """For some tokens, what the gradient of their logits is computed from."""
 
     hidden: Tensor
     targets: Tensor

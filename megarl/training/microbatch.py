@@ -89,8 +89,13 @@ def indivisible(
 def _costs(
     batch: Batch, rows: Tensor, sequences: SequenceLayout, patch_tokens: float
 ) -> tuple[list[int], list[dict[int, int]]]:
-    """Return how many tokens each unit of `rows` [units, unit] has for itself, and the inputs that it may share with
-    other units: number of an image or a prompt -> its tokens."""
+    """Return, for each unit (rows that stay in one micro-batch), its number of tokens, and inputs that it may share.
+
+    The inputs, images or prompts, are a dict for each unit: number of the input -> its tokens.
+
+    Args:
+        rows: the row numbers [units, rows of a unit].
+    """
     patches, prompts = sequences.patches(batch), sequences.prompts(batch)
     parts = [[math.ceil(count * patch_tokens) for count in counts.values()] for counts in patches]
     inputs = [dict(zip(counts, part, strict=True)) for counts, part in zip(patches, parts, strict=True)] or prompts

@@ -13,7 +13,7 @@ DECAY = 0.95
 
 
 class RaeSettings(Settings):
-    """Settings of RAE."""
+    """Settings of role-conditioned advantages (RAE), which subtract a running baseline of each policy."""
 
     decay: float = Field(DECAY, ge=0, lt=1, description="share of the old baseline after a sample")
 

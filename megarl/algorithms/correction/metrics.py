@@ -19,7 +19,7 @@ RAW = "_rollout_corr/"
 
 
 class Moments:
-    """Named float64 totals (`sum`), minima (`low`) and maxima (`high`), kept on the device until `bag`."""
+    """Named float64 totals (`sum`), minima (`low`) and maxima (`high`), kept on the device until `bag` returns them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}

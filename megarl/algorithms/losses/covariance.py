@@ -28,7 +28,7 @@ class ClipCovSettings(FractionSettings, DualClipSettings):
     cov_high: float = Field(5.0, description="largest covariance of a token that may be chosen")
 
     def problems(self, path: str) -> list[ConfigError]:
-        """Return an error if no covariance is between the bounds."""
+        """Return an error if the settings `cov_low` and `cov_high` leave no covariance between them."""
         if self.cov_low < self.cov_high:
             return []
         problem = ConfigError(

@@ -12,7 +12,7 @@ _MODELS = ("dense", "tied", "mixture", "llama", "mistral", "mixtral", "qwen2")
 
 
 def run(found: Findings, folder: Path) -> None:
-    """Compare every model as `megarl doctor parity` does; bf16 only on GPUs, whose kernels differ by dtype."""
+    """Compare small models of each kind with transformers; in bf16 only on GPUs, whose kernels differ by dtype."""
     from megarl.commands.parity import parity
 
     for model in _MODELS:

@@ -112,7 +112,7 @@ class TeamChannel:
     def give(self, context: Any, node: Node, batch: Batch) -> None:
         """Hand over the fields of `node` that other teams use.
 
-        After the team's last node the step is marked done, unless the channel `stays`.
+        After the team's last node the step is marked done, unless `stays` is set.
 
         Raises:
             HandoverError: a column cannot be sent, or the buffer refuses it.
@@ -194,8 +194,11 @@ class TeamChannel:
             self.given[handover.key] = SentSamples(handover.node, groups, sent)
 
     def _together(self, takers: Sequence[str], groups: Sequence[GroupInfo]) -> list[int]:
-        """Return a label per group, equal for groups that go to the same replica of every receiving team, so that they
-        may share a block; empty if the replicas are not known yet, so that each group needs its own block."""
+        """Return a label per group, equal for groups that go to the same replica of every receiving team `takers`.
+
+        Groups of one label may be sent as one block. Empty if each group needs its own block, because it is not known
+        yet which replica gets it.
+        """
         parts = math.lcm(*(self._placement[name].replicas for name in takers))
         return [group.ordinal % parts for group in groups] if self._dealt or parts == 1 else []
 
@@ -294,7 +297,7 @@ class GroupChannel:
                 self.aside[handover.key] = outgoing(handover, batch)
 
     def collect(self, numbers: Sequence[int], batch: Batch, metrics: Metrics) -> FinishedGroups | None:
-        """Return the groups of `batch`, one per prompt in `numbers`, with the fields in `aside`; empty `aside`.
+        """Return the groups of `batch`, one per prompt in `numbers`, with the fields set aside for other teams.
 
         Ranks other than the replica's lead return None.
         """

@@ -342,8 +342,8 @@ class BufferClient:
     def _wait(self, awaited: str, topic: Topic, method: str, *arguments: Any) -> Any:
         """Repeat a call until it has a result, or until no other team has made progress for the deadline.
 
-        The wait is two slices longer than the deadline, so that the launcher detects a hanging team first and can
-        restart it.
+        The wait takes the time of two calls longer than the deadline, so that the launcher detects a hanging team first
+        and can restart it.
         """
         start = time.monotonic()
         call = (self.team, topic, method, list(arguments), self._slice_s)

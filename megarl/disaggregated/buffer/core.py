@@ -392,8 +392,11 @@ class Core:
             self._form()
 
     def _form(self) -> list[Topic]:
-        """Choose the groups of each requested step for which enough groups are finished, and return the topics that
-        callers can stop waiting for."""
+        """Choose the groups of each requested step for which enough groups are finished.
+
+        Returns:
+            The topics that callers wait for and that have an answer now.
+        """
         flow, topics = self._need_flow(), list[Topic]()
         while flow.step < self._asked:
             try:

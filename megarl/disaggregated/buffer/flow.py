@@ -34,7 +34,7 @@ class Finished(NamedTuple):
 
 @dataclass
 class FlowGroup:
-    """A group that is in flight or ready.
+    """A prompt group whose samples are being generated, or are ready to be trained on.
 
     Attributes:
         version: version of the weights that generated its first tokens.

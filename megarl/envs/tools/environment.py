@@ -234,7 +234,7 @@ class Callers:
         return list(self._by_name)
 
     def add(self, caller: Caller) -> None:
-        """Add a caller's tools; `close` closes it, too."""
+        """Add a caller and its tools; `close` closes the caller, too."""
         self._all.append(caller)
         self._by_name |= dict.fromkeys(caller.names, caller)
 

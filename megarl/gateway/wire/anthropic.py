@@ -93,7 +93,7 @@ def _stream(whole: dict[str, Any]) -> Iterator[str]:
 
 
 def event(kind: str, **fields: Any) -> str:
-    """Return an event of a stream."""
+    """Return a server-sent event of a streamed message."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
 
 

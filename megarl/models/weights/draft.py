@@ -94,7 +94,7 @@ def repeated_tensors(hf: PretrainedConfig, source: str | Path | None) -> dict[st
 
 
 def _open(hf: PretrainedConfig, source: str | Path | None, loss: str) -> CheckpointReader | None:
-    """Return a reader of the model's files at `source`, or None; a warning names the `loss` if they cannot be read."""
+    """Return a reader of the model's files at `source`, or None; a warning says what is missing then (`loss`)."""
     if source is None:
         return None
     folder = local_folder(str(source))

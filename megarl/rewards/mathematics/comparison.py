@@ -302,7 +302,7 @@ def _values_of_one_name(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
 
 
 def _named_values(items: tuple[Node, ...]) -> tuple[Node, ...] | None:
-    """Return the values of `x = 1, y = 2` where the names are in order."""
+    """Return the values 1 and 2 of `x = 1, y = 2` if the names are in alphabetical order; else None."""
     names, values = [], []
     for item in items:
         if not isinstance(item, Relation) or item.ops != ("=",) or not isinstance(item.sides[0], Symbol):

@@ -33,7 +33,7 @@ class Endpoint:
         return near(self.value, other.value)
 
     def below(self, other: Endpoint) -> bool:
-        """Return whether this endpoint is below `other`."""
+        """Return whether this endpoint of an interval has a smaller value than `other`."""
         return not self.same(other) and bool(self.value < other.value)
 
 

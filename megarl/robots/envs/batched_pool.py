@@ -81,7 +81,7 @@ class BatchedPool:
 
     @property
     def slots(self) -> range:
-        """Numbers of the slots."""
+        """The numbers, from 0, of the environments that run side by side."""
         return range(self.settings.workers)
 
     @property

@@ -95,7 +95,7 @@ def demonstrate(
 
 @dataclass
 class _Stage:
-    """The state of one call of `demonstrate`; the first six fields are its arguments."""
+    """A run of the function `demonstrate`: its six arguments, the episodes that play, and what is finished."""
 
     _pool: Pool
     _episodes: Sequence[tuple[str, int]]

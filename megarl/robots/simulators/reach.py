@@ -224,7 +224,7 @@ def _random_numbers(kind: str, trial: int) -> Iterator[float]:
 
 
 def _separate_places(numbers: Iterator[float], count: int) -> list[Point]:
-    """Return places on the table that do not touch."""
+    """Draw places of `count` discs on the simulated table that do not touch, from random `numbers` in 0 to 1."""
     places: list[Point] = []
     while len(places) < count:
         x, y = next(numbers) * 1.6 - 0.8, next(numbers) * 1.6 - 0.8

@@ -53,7 +53,7 @@ class RoboTwin(Simulator):
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        """Return the tasks that `tasks` names, from the files of the checkout."""
+        """Return the tasks that the setting `tasks` names, with limits from the files of RoboTwin's repository."""
         chosen = {**cls.settings, **settings}
         root = _root(chosen["root"])
         if chosen["instructions"] not in INSTRUCTIONS:

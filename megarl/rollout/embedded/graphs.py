@@ -69,7 +69,10 @@ class DecodeGraphs:
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def run(self, step: Callable[[int, int, int], None], rows: int, length: int) -> None:
-        """Run `step(rows, length, rows)` as a graph. `step` must use persistent buffers and change state in place."""
+        """Replay `step(rows, length, rows)`, all of whose rows run, as a CUDA graph, which is captured the first time.
+
+        `step` must use persistent buffers and change state in place.
+        """
         key = (rows, length)
         if key not in self._graphs:
             self._capture(step, key)

@@ -103,7 +103,7 @@ class EngineReceiver:
         self._ranks.ask(waiting, step, range(1, self.layout.ranks))
 
     def loading(self, version: str, step: UpdateStep) -> None:
-        """Do nothing: an engine whose trainer is gone stays paused."""
+        """Do nothing. For servers a keeper process notes the phase of an update, in case the trainer dies in it."""
 
     def begin(self, step: UpdateStep) -> None:
         """Prepare the engine to receive tensors."""

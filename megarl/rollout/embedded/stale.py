@@ -33,7 +33,7 @@ class StaleWeights:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the old parameters and version in the engine inside the block, and the current ones after it.
+        """Generate with the parameters and version of an earlier step inside the block, and the current ones after it.
 
         Raises:
             ConfigError: the run was resumed; checkpoints do not contain older versions.

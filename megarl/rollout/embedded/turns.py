@@ -211,7 +211,10 @@ class TurnSession(Session):
             self._stage.forward(tokens, positions.to(device), step, want_logits=False, images=images)
 
     def _retire_turns(self, rows: int) -> dict[int, Sampled]:
-        """Retire the running rows whose turns are finished, without freeing them; return the turns by sequence."""
+        """End the rows of the cache whose turns are finished; return the turns by sequence.
+
+        The rows stay with their sequences, because the next turn continues them.
+        """
         self._read_texts(rows)
         finished = [row for row, done in enumerate(self._state.done[:rows].tolist()) if done]
         if not finished:

@@ -196,11 +196,11 @@ class Recovery:
     def restore(self, weights: Weights | None) -> None:
         """End the open update, load weights of one version, set the version's name, drop the cache, and resume.
 
-        The second pause returns requests to the queue that an `in_place` pause left running, because the cache cannot
-        be dropped while they run.
+        The server is paused again first, in a way that returns running requests to its queue: the cache cannot be
+        dropped while they run, and the update may have paused it `in_place`.
 
         Args:
-            weights: the server's last complete weights; None: these weights are in no folder.
+            weights: folder of the server's last complete weights; None: there is none, so it loads those of its start.
 
         Raises:
             ServerError: the server does not answer in time, or can load no weights.
@@ -223,7 +223,7 @@ class Recovery:
         self.log(f"serves {loaded.path} again, under version {loaded.version!r}")
 
     def _load(self, choices: Iterable[Weights]) -> Weights:
-        """Load the first of the `choices` that the server can read, and return it."""
+        """Let the server load the first of these folders of weights that it can read; return which."""
         reasons = []
         for weights in choices:
             payload = {"model_path": weights.path, "load_format": weights.load_format, "flush_cache": False}

@@ -148,7 +148,11 @@ class SglangReceiver:
         self._call("/continue_generation", {"torch_empty_cache": False}, step)
 
     def done(self, version: str, folder: Path | None) -> None:
-        """Report to the keeper process that the server has `version`, and the folder with these weights, if any."""
+        """Report to the keeper, the process that restores the server if the trainer dies, that it has `version`.
+
+        Args:
+            folder: where these weights are on disk, if they are.
+        """
         if self.keeper is not None:
             self.keeper.done(self.server.api, version, folder)
 

@@ -61,7 +61,7 @@ def _pickled(value: Any) -> str:
 
 
 def _tensor(handle: Handle) -> _Call:
-    """Return the object that is unpickled as the flat tensor of `handle`."""
+    """Return an object whose pickle the server loads as the flat tensor in the shared memory of `handle`."""
     if "device" in handle:  # the server accepts the device's UUID in the place of its number
         return _Call(reductions.rebuild_cuda_tensor, cuda_arguments(handle))
     named = (torch.UntypedStorage, handle["manager"].encode(), handle["name"].encode(), handle["bytes"])

@@ -68,7 +68,7 @@ def score_surplus(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
 
 
 def with_surplus_fields(c: StepContext, fresh: Batch) -> Batch:
-    """Add the fields that only surplus samples have to new samples, as NaN, so that both form one batch."""
+    """Add fields of NaN to new samples that only surplus samples, those left over from earlier steps, have."""
     if c.surplus is None:
         return fresh
     import torch

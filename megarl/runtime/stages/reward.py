@@ -240,7 +240,7 @@ def reward_inputs(
 
 
 def _texts_of_tokens(samples: Batch, whole_texts: Callable[[list[list[int]]], list[str]]) -> dict[str, list[str]]:
-    """Return the texts of all tokens of the last turns, and of whole episodes if samples have turns."""
+    """Return texts by name: of each response or, if samples have turns, of its last turn and its whole episode."""
     ids = [tokens.tolist() for tokens in samples["response_ids"].unbind()]
     if "turn_starts" not in samples:
         return {"response_text": whole_texts(ids)}

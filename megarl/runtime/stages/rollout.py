@@ -71,7 +71,7 @@ def _of_episodes(config: RunConfig) -> list[str]:
 
 
 def _lanes(config: RunConfig) -> tuple[str, ...]:
-    """List the fields of rows that are sequences of one episode."""
+    """List the fields that rows have if an episode may have several rows (lanes)."""
     if not config.has_lanes:
         return ()
     optional = ((POLICY, config.policies), (SHARE, config.has_shares))

@@ -113,8 +113,8 @@ def mini_batches(c: StepContext, samples: Batch, role: str, epoch: int) -> Itera
 
     The role is actor, critic or the name of a further model. All samples of a prompt are in one mini-batch, in the
     order of the data, or with `shuffle` in a random order for each epoch. Groups of `data.replay` come in addition,
-    dealt to the mini-batches in turn. Samples with 0 copies are left out. Every rank yields equally many parts; a part
-    may be empty.
+    dealt to the mini-batches in turn. Samples that resampling dropped (0 copies) are left out. Every rank yields
+    equally many parts; a part may be empty.
     """
     settings = c.config.training_of(role)
     size = settings.mini_batch_size

@@ -27,7 +27,7 @@ class TensorTransport(Transport):
         self._ends = {id(buckets[-1]) for route in plan.routes for buckets in route.senders.values() if buckets}
 
     def start(self, version: int, receivers: Sequence[Receiver]) -> None:
-        """Set the name of the update, the same for all senders."""
+        """Begin an update: its name, the same for all senders, is `version`."""
         self._update = str(version)
 
     def buffer(self, nbytes: int) -> Tensor:

@@ -135,8 +135,10 @@ class AttentionTraits:
     cap: str | None = None  # the key with the cap of the scores
 
     def with_sizes(self, values: Mapping[str, Any], heads: int, groups: int, width: int) -> Attention:
-        """Return the attention of a layer without a window: with these sizes, and with what `values`, read from a
-        config.json, give for the traits."""
+        """Return the attention of a layer without a window, of these sizes.
+
+        Traits, such as a gate, that depend on the model are read from `values`, its config.json.
+        """
 
         def has(trait: bool | str) -> bool:
             return values[trait] if isinstance(trait, str) else trait

@@ -164,8 +164,10 @@ MakeKernel = Callable[[list[int], list[int], bool], Kernel]
 
 
 def level_parts(prefixes: SharedPrefixes, make: MakeKernel, where: torch.device) -> MergedParts:
-    """Return the attention of a stream with shared prefixes by variable-length kernels: one call for all nodes, and one
-    for the rectangles of each level of the tree."""
+    """Return the calls of variable-length kernels that compute attention with shared prefixes.
+
+    One call attends within all nodes of the prefix tree, and one per level lets nodes attend to their ancestors.
+    """
     lengths = list(prefixes.lengths)
     whole = slice(0, sum(lengths))
     parts = [Part(whole, whole, make(lengths, lengths, True))]

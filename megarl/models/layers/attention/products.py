@@ -90,7 +90,7 @@ class Products:
             yield a, b, b if self.causal else keys.shape[1]
 
     def _hide(self, scores: Tensor, first: int, per: int) -> Tensor:
-        """Overwrite the scores [n, queries * per, keys] of keys that the queries from `first` on do not see."""
+        """Overwrite the scores [n, queries * per, keys] of keys that queries, from number `first` on, may not see."""
         each = scores.view(len(scores), -1, per, scores.shape[2])
         queries, keys = each.shape[1], each.shape[3]
         if self.causal:

@@ -35,8 +35,10 @@ class Exchange:
 
     @classmethod
     def of(cls, packed: PackedSequences, group: ProcessGroup, where: torch.device) -> Exchange:
-        """Return the exchange for a packed stream, with its indices on `where`. It is created once per stream and kept
-        in the stream's cache for all layers."""
+        """Return the exchange of a packed stream between context-parallel ranks, with its indices on `where`.
+
+        It is created once per stream, and kept in the stream's cache for all layers.
+        """
         exchange: Exchange | None = packed.cache.get("exchange")
         if exchange is None:
             places = places_on_ranks(packed.lengths, packed.cp_size)

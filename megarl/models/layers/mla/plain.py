@@ -131,7 +131,7 @@ def mla_rules() -> tuple[WeightRule, ...]:
     """Return the rules for a layer's attention and for the two norms of the layer; parameters are named as in
     Megatron's MLASelfAttention.
 
-    A model projects queries either directly or through a rank; the sizes of the other tensors are 0.
+    A model projects queries either directly or through a low-rank product; the tensors of the other way have size 0.
     """
 
     def rule(param: str, split: Split, source: str, *shape: str) -> WeightRule:

@@ -243,8 +243,10 @@ def _average_gradients(encoder: nn.Module, count: int, group: WorkerGroup) -> No
 
 
 def _seen(calls: Jagged, ends: Tensor, episode: Tensor, place: Tensor) -> Tensor:
-    """Return one observation per entry of `episode` [N], [N, ...]: the one before policy call number `place` [N], or
-    for the number after the last call the episode's final one, from `ends`."""
+    """Return [N, ...], for entry i the observation before policy call `place[i]` of episode `episode[i]`.
+
+    A number after the last call stands for the episode's final observation, which is in `ends`.
+    """
     after = place >= calls.lengths[episode]
     observations = ends.new_empty(len(place), *ends.shape[1:])
     observations[after] = ends[episode[after]]
