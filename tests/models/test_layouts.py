@@ -237,7 +237,7 @@ AGAIN = "cp2 and recomputation"
 def test_states_do_not_depend_on_the_layout(tmp_path, processes, layouts):
     """Gated delta nets, whose heads tensor and context parallelism divide."""
     heads = {"linear_num_key_heads": processes, "linear_num_value_heads": 2 * processes}
-    save_tiny(tmp_path / "model", "qwen3_5_text", tie_word_embeddings=False, **heads)
+    save_tiny(tmp_path / "model", "qwen3_5_text", tie_word_embeddings=False, **two_layers("qwen3_5_text"), **heads)
     results = run_distributed(_states, processes, 240, str(tmp_path / "model"), str(tmp_path / "out"), layouts)
     one = results[0]["one"]
     for name in layouts:

@@ -14,7 +14,7 @@ model:
     state_dim: 2
     n_action_bins: 17
     pad_to_multiple_of: 0
-    text_config: {{hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 4,
+    text_config: {{hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 4, num_key_value_heads: 4,
       intermediate_size: 48, vocab_size: 64, max_position_embeddings: 64, tie_word_embeddings: false,
       initializer_range: 0.1, pad_token_id: 0, bos_token_id: 1, eos_token_id: 2}}
   tokenizer: "chars:abcdefghijklmnopqrstuvwxyz "

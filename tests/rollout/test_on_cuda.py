@@ -40,7 +40,8 @@ def plain() -> list:
     from tests.dist import fresh_parallel
 
     fresh_parallel()
-    return [tokens(generate(build(kind, hf=TWO_LAYERS), SETTINGS[name])) for kind, name in CASES]
+    models = {kind: build(kind, hf=TWO_LAYERS) for kind in dict(CASES)}
+    return [tokens(generate(models[kind], SETTINGS[name])) for kind, name in CASES]
 
 
 class Watch:
@@ -94,8 +95,11 @@ def on_device() -> list[dict]:
     found = []
     with Pretend():
         fresh_parallel()
+        models = {
+            kind: (build(kind, hf=TWO_LAYERS), build(kind, hf=ONE_LAYER, dtype=torch.bfloat16)) for kind in dict(CASES)
+        }
         for kind, name in CASES:
-            exact, half = build(kind, hf=TWO_LAYERS), build(kind, hf=ONE_LAYER, dtype=torch.bfloat16)
+            exact, half = models[kind]
             with Watch() as watch:
                 captured, *halves = (
                     generate(chunks, SETTINGS[name], cuda_graphs=graphs)

@@ -20,7 +20,7 @@ from megarl.runtime.health import read_beat
 from megarl.system.processes import has_nvidia_device, write_atomically
 from megarl.system.rendezvous import write_token
 from tests.dist import run_distributed
-from tests.forked import Command, fork_relays, fork_scorers
+from tests.forked import Command, fork_relays, fork_scorers, fork_simulators
 
 RECIPE = """
 name: tiny
@@ -218,6 +218,7 @@ def work_of_rank(recipe: str, run_dir: str, overrides: list[str], teams: list[di
     if not has_nvidia_device():
         fork_scorers()
         fork_relays()
+        fork_simulators()
     entry.train(load_config(Path(recipe), overrides), Path(run_dir))
 
 

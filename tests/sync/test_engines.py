@@ -15,10 +15,16 @@ from megarl.sync.messages import MessageClient
 from megarl.sync.receiver import UpdateStep
 from megarl.system.errors import ServerError, WorkerError
 from tests.dist import fresh_parallel, run_distributed, single_process, world
+from tests.forked import fork_relays
 from tests.models.tiny import build_tiny, save_tiny
 
 KEY = "a key of the test"
 TRANSPORTS = ("tensor", "distributed", "disk", "delta")
+
+
+def save_shallow(folder: Path, model: str) -> None:
+    """A model of two layers, which stages can divide."""
+    save_tiny(folder, model, num_hidden_layers=2)
 
 
 def wait_for(*paths: Path) -> None:
@@ -102,7 +108,7 @@ def be_the_trainer(folder: str, spool: str, layout: dict, ranks: int) -> list:
     ids=["tp2 to tp1", "tp1 to tp2", "pp2 to ep2"],
 )
 def test_an_engine_holds_and_samples_what_the_trainer_has(tmp_path, model, trainer, engine):
-    save_tiny(tmp_path / "model", model)
+    save_shallow(tmp_path / "model", model)
     (tmp_path / "spool").mkdir()
     run = str(tmp_path / "model"), str(tmp_path / "spool")
     done: list = []
@@ -130,7 +136,7 @@ def test_an_engine_holds_and_samples_what_the_trainer_has(tmp_path, model, train
 
 
 @contextlib.contextmanager
-def engines_here(folder: Path, count: int, save: Callable = save_tiny, kind: str = "qwen3") -> Iterator[tuple]:
+def engines_here(folder: Path, count: int, save: Callable = save_shallow, kind: str = "qwen3") -> Iterator[tuple]:
     """Trainer and engines in this process: chunks, the engines' inboxes, and the receivers."""
     from megarl.rollout.embedded.inbox import WeightInbox
     from megarl.rollout.embedded.receiver import EngineReceivers
@@ -419,7 +425,7 @@ def take_turns(folder: str, deadline_s: float) -> list:
 
 @pytest.mark.procs
 def test_ranks_of_an_engine_begin_together_or_not_at_all(tmp_path):
-    save_tiny(tmp_path, "qwen3")
+    save_shallow(tmp_path, "qwen3")
     first, second = run_distributed(take_turns, 2, 120, str(tmp_path), 20.0)
     assert first == second
     assert first[0] == 5
@@ -427,28 +433,36 @@ def test_ranks_of_an_engine_begin_together_or_not_at_all(tmp_path):
     assert first[2].startswith("the engines did not receive weights of version 4 within")
 
 
-@pytest.mark.parametrize("transport", ["tensor", "delta"])
-def test_frozen_tensors_are_sent_once(tmp_path, monkeypatch, transport):
-    """To an engine that holds them: one that holds something else gets everything again."""
+def send_frozen(folder: str) -> None:
     from megarl.models.weight_table import WeightTable
     from megarl.sync.updater import WeightSync
     from tests.models.vlm_tiny import save
 
-    with engines_here(tmp_path, 1, save, "qwen3_vl") as (chunks, (inbox,), receivers):
-        config = SyncConfig(transport=transport, verify="every", timeout_s=30.0, bucket_mb=5)
-        sync = WeightSync(chunks, receivers, config, tmp_path, world(), ["tower", "language_model"])
-        frozen, came = WeightTable.of(chunks[0].hf_config).names_of(["tower", "language_model"]), list[str]()
-        for op in ("write", "write_elements"):
-            write = getattr(inbox._writer, op)
-            monkeypatch.setattr(inbox._writer, op, lambda n, *a, write=write: (came.append(n), write(n, *a))[1])
-        for version in range(3):
-            came.clear()
-            with torch.no_grad():
-                for name, parameter in chunks[0].named_parameters():
-                    if ".merger." in name:
-                        parameter.add_(0.5)
-            if version == 2:
-                inbox.set_version("another trainer's")
-            assert sync.push(version).updated == [0]
-            assert frozen.intersection(came) == (set() if version == 1 else frozen)
-        sync.close()
+    fork_relays()
+    for transport in ("delta", "tensor"):  # a relay is forked only before shared memory is in use
+        here = Path(folder) / transport
+        here.mkdir()
+        with engines_here(here, 1, save, "qwen3_vl") as (chunks, (inbox,), receivers):
+            config = SyncConfig(transport=transport, verify="every", timeout_s=30.0, bucket_mb=5)
+            sync = WeightSync(chunks, receivers, config, here, world(), ["tower", "language_model"])
+            frozen, came = WeightTable.of(chunks[0].hf_config).names_of(["tower", "language_model"]), list[str]()
+            for op in ("write", "write_elements"):
+                write = getattr(inbox._writer, op)
+                setattr(inbox._writer, op, lambda n, *a, write=write, came=came: (came.append(n), write(n, *a))[1])
+            for version in range(3):
+                came.clear()
+                with torch.no_grad():
+                    for name, parameter in chunks[0].named_parameters():
+                        if ".merger." in name:
+                            parameter.add_(0.5)
+                if version == 2:
+                    inbox.set_version("another trainer's")
+                assert sync.push(version).updated == [0]
+                assert frozen.intersection(came) == (set() if version == 1 else frozen)
+            sync.close()
+
+
+@pytest.mark.procs
+def test_frozen_tensors_are_sent_once(tmp_path):
+    """To an engine that holds them: one that holds something else gets everything again."""
+    run_distributed(send_frozen, 1, 120, str(tmp_path))

@@ -12,6 +12,7 @@ from megarl.sync.hosts import choose_transport, host_of
 from megarl.system import comm
 from megarl.system.errors import ConfigError, WorkerError
 from tests.dist import fresh_parallel, run_distributed, world
+from tests.forked import fork_relays
 from tests.models.tiny import build_tiny, save_tiny
 from tests.sync.receivers import fleet_of, receivers, weight_sync
 from tests.sync.test_updater import SETTINGS, assert_holds
@@ -54,7 +55,7 @@ def on_two_machines(folder: str, run_dir: str, urls: list[str]) -> dict:
 
 @pytest.mark.procs
 def test_ranks_agree_on_hosts_and_every_sender_has_its_own_address(tmp_path):
-    save_tiny(tmp_path / "model", "qwen3")
+    save_tiny(tmp_path / "model", "qwen3", num_hidden_layers=2)
     with receivers(tmp_path / "r", 1) as urls:
         found = run_distributed(on_two_machines, 2, 120, str(tmp_path / "model"), str(tmp_path), urls)
         assert found == [{"transport": "tensor", "hosts": ["machine1"], "updated": [0], "failed": {}}] * 2
@@ -151,6 +152,7 @@ def relays_of_two_machines(run_dir: str) -> list[str]:
     from megarl.sync.messages import MessageClient
     from megarl.sync.transports.delta import relays_of_all
 
+    fork_relays()
     rank, look_up = dist.get_rank(), socket.gethostname
     socket.gethostname = lambda: f"machine{rank}.invalid"
     everyone = world()

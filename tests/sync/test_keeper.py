@@ -80,7 +80,7 @@ def push_and_die(folder: str, run_dir: str, urls: list[str], transport: str, ver
     ],
 )
 def test_a_server_whose_trainer_dies_in_an_update_serves_one_version(tmp_path, transport, version, step, serves):
-    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)  # several buckets
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000, num_hidden_layers=2)  # several buckets
     model, run_dir = str(tmp_path / "model"), str(tmp_path)
     with receivers(tmp_path / "r", 1, {0: f"from:{model}"}) as urls:
         with pytest.raises(AssertionError, match="-9"):
@@ -102,7 +102,7 @@ def test_a_server_whose_trainer_dies_in_an_update_serves_one_version(tmp_path, t
 
 @pytest.mark.procs
 def test_a_server_that_was_started_with_random_weights_stays_paused(tmp_path):
-    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000, num_hidden_layers=2)
     model, run_dir = str(tmp_path / "model"), str(tmp_path)
     with receivers(tmp_path / "r", 1, {0: "refuse:0"}) as urls:
         with pytest.raises(AssertionError, match="-9"):
@@ -130,7 +130,7 @@ def push_in_turn(folder: str, run_dir: str, urls: list[str]) -> None:
 
 @pytest.mark.procs
 def test_a_version_of_another_run_is_no_base_of_a_delta(tmp_path):
-    save_tiny(tmp_path / "model", "qwen3", vocab_size=2_000)
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=2_000, num_hidden_layers=2)
     with receivers(tmp_path / "r", 1) as urls:
         run_distributed(push_in_turn, 1, 120, str(tmp_path / "model"), str(tmp_path), urls)
         assert_holds(urls[0], tmp_path / "model", tmp_path)
@@ -165,7 +165,7 @@ def end_in_different_ways(folder: str, run_dir: str, urls: list[str]) -> dict:
 
 @pytest.mark.procs
 def test_a_trainer_that_ends_leaves_no_keeper_and_no_paused_server(tmp_path):
-    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000, num_hidden_layers=2)
     model = str(tmp_path / "model")
     with receivers(tmp_path / "r", 1, {0: f"from:{model}"}) as urls:
         (found,) = run_distributed(end_in_different_ways, 1, 120, model, str(tmp_path), urls)

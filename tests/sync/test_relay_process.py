@@ -1,7 +1,8 @@
 """The relay as a process: what its start leaves in the trainer, and that it ends with it."""
 
-import subprocess
-import sys
+import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -10,27 +11,17 @@ import pytest
 
 from megarl.sync.transports.delta import start_relay
 from megarl.system import tracing
-
-TRAINER = """
-import os, signal, sys
-from pathlib import Path
-from megarl.sync.transports.delta import start_relay
-print(start_relay(Path(sys.argv[1]), "key", 240.0)[0].pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+from tests.dist import run_distributed
 
 
-@pytest.mark.procs
-def test_the_start_of_a_relay_beats_and_leaves_no_file_open(tmp_path, monkeypatch):
+def be_a_trainer(folder: str) -> None:
+    """Start a relay as a program, note what its start left here, and be killed."""
     beats: list[str] = []
-    monkeypatch.setattr(tracing, "_on_change", [beats.append])
-    process, _ = start_relay(tmp_path, "key", 240.0)
-    try:
-        assert beats  # the relay imports torch, which takes many polls
-        assert str(tmp_path / "relay.log") not in [file.path for file in psutil.Process().open_files()]
-    finally:
-        process.kill()
-        process.wait()
+    tracing._on_change = [beats.append]
+    process, _ = start_relay(Path(folder), "key", 240.0)
+    files = [file.path for file in psutil.Process().open_files()]
+    (Path(folder) / "note").write_text(json.dumps({"relay": process.pid, "beats": len(beats), "files": files}))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def runs(pid: int) -> bool:
@@ -41,10 +32,13 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.procs
-def test_a_relay_ends_with_a_trainer_that_is_killed(tmp_path):
-    command = [sys.executable, "-c", TRAINER, str(tmp_path)]
-    trainer = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], timeout=300)
-    pid, deadline = int(trainer.stdout), time.monotonic() + 120
-    while runs(pid):
+def test_the_start_of_a_relay_beats_leaves_no_file_open_and_it_ends_with_a_trainer_that_is_killed(tmp_path):
+    with pytest.raises(AssertionError, match="-9"):
+        run_distributed(be_a_trainer, 1, 300, str(tmp_path))
+    note = json.loads((tmp_path / "note").read_text())
+    assert note["beats"]  # the relay imports torch, which takes many polls
+    assert str(tmp_path / "relay.log") not in note["files"]
+    deadline = time.monotonic() + 120
+    while runs(note["relay"]):
         assert time.monotonic() < deadline, "the relay lives on"
         time.sleep(0.1)

@@ -9,11 +9,19 @@ from tests.dist import fresh_parallel, run_distributed, world
 from tests.models.test_layouts import load_folder
 from tests.models.tiny import build_tiny, save_tiny
 
-TWO = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "vpp2": {"pp": 2, "vpp": 2}, "dp2": {}, "cp2": {"cp": 2}}
-MOE_TWO = {"ep2": {"ep": 2}, "tp2": {"tp": 2}, "tp2 ep2": {"tp": 2, "ep": 2, "etp": 1}}
-FOUR = {"tp2 pp2": {"tp": 2, "pp": 2}, "tp2 dp2": {"tp": 2}}
-MOE_FOUR = {"pp2 ep2": {"pp": 2, "ep": 2}, "tp2 ep2 etp2": {"tp": 2, "ep": 2, "etp": 2}}
-DENSE = {"llama": {}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
+#: Layouts by model: one is sent under all, of the others what they have of their own, biases and a tied head, is split.
+TWO = {
+    "llama": [{"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {}, {"cp": 2}],
+    "qwen2": [{"tp": 2}],
+    "qwen3": [{"tp": 2}, {"pp": 2}],
+    "qwen3_moe": [{"ep": 2}, {"tp": 2}, {"tp": 2, "ep": 2, "etp": 1}],
+}
+FOUR = {
+    "llama": [{"tp": 2}],
+    "qwen3": [{"tp": 2, "pp": 2}],
+    "qwen3_moe": [{"pp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 2}],
+}
+LAYERS = {"llama": 4}  # stages of two parts
 
 
 def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tensor]]:
@@ -62,18 +70,16 @@ def assert_equal(folder: str, ranks: list, dtype: torch.dtype, case: str) -> Non
 
 @pytest.fixture
 def folders(tmp_path):
-    for name, changes in DENSE.items():
-        save_tiny(tmp_path / name, name, **changes)
-    save_tiny(tmp_path / "qwen3_moe", "qwen3_moe")
+    for name in TWO:
+        save_tiny(tmp_path / name, name, tie_word_embeddings=name == "qwen3", num_hidden_layers=LAYERS.get(name, 2))
     return tmp_path
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize(("processes", "dense", "moe"), [(2, TWO, MOE_TWO), (4, FOUR, MOE_FOUR)])
-def test_every_layout_sends_the_checkpoint(folders, processes, dense, moe):
-    cases = [(str(folders / name), layout) for name in DENSE for layout in dense.values()]
-    cases += [(str(folders / "qwen3_moe"), layout) for layout in moe.values()]
-    cases += [(str(folders / "qwen3"), next(iter(dense.values())), {"senders_per_stage": 1, "dtype": "float32"})]
+@pytest.mark.parametrize(("processes", "layouts"), [(2, TWO), (4, FOUR)])
+def test_every_layout_sends_the_checkpoint(folders, processes, layouts):
+    cases = [(str(folders / name), layout) for name, several in layouts.items() for layout in several]
+    cases += [(str(folders / "qwen3"), layouts["qwen3"][0], {"senders_per_stage": 1, "dtype": "float32"})]
     ranks = run_distributed(collect_all, processes, 240, cases)
     for number, case in enumerate(cases):
         dtype = torch.float32 if len(case) > 2 else torch.bfloat16
@@ -94,7 +100,7 @@ def test_fp8_on_send_is_that_of_the_whole_tensor(folders):
             assert torch.equal(whole[f"{name}_scale_inv"], scale), name
         else:
             assert torch.equal(whole[name], tensor.to(torch.bfloat16)), name
-    assert sum(name.endswith("_scale_inv") for name in whole) == 4 * 7
+    assert sum(name.endswith("_scale_inv") for name in whole) == LAYERS["llama"] * 7
 
 
 def give(device: str) -> list[str]:

@@ -35,7 +35,6 @@ TWO = [
     ("drafting latent", {"pp": 2}, {"overlap_grad_reduce": True}),
     ("wide", {"tp": 2, "sp": True}, {}),
     ("sinks", {"cp": 2, "ep": 2}, {"recompute": "selective"}),
-    ("moe", {"tp": 2, "sp": True, "ep": 2}, {}),
     ("moe critic", {"tp": 2, "sp": True, "ep": 2}, {}),
 ]
 FOUR = [
@@ -46,6 +45,7 @@ FOUR = [
 ]
 # Each of these changes one thing of a layout above, or leaves one out.
 MORE_OF_TWO = [
+    ("moe", {"tp": 2, "sp": True, "ep": 2}, {}),
     ("moe", {"ep": 2}, {"distributed_optimizer": False, "recompute": "full"}),
     ("moe", {"tp": 2, "sp": True, "etp": 1}, {}),
     ("critic", {"tp": 2, "sp": True}, {"micro_batch_tokens": 50}),

@@ -122,15 +122,16 @@ def _samples(engine, masked: str) -> Batch:
 
 
 def _cuts(loss: str, masked: str, ranks: int) -> list[int]:
-    """Micro-batches of the whole batch: one loss is cut in all ways, the others in those that differ most.
+    """Micro-batches of the whole batch: one loss is cut in all ways.
 
-    With holes, a single process takes the whole batch at once, and two ranks are compared with it in several each.
+    Of the others, a single process takes the whole batch at once, and two ranks are compared with it in several each:
+    of single samples, or of several with holes.
     """
-    if masked == "holes":
-        return [4] if ranks == 2 else [1]
-    if loss == LOSSES[0]:
+    if masked == "all" and loss == LOSSES[0]:
         return list(BUDGETS)
-    return [8] if ranks == 2 else [1, 8]
+    if ranks == 1:
+        return [1]
+    return [8] if masked == "all" else [4]
 
 
 def _modes(loss: str, masked: str, every: bool) -> list[str]:

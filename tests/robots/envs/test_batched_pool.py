@@ -28,7 +28,7 @@ from tests.robots.rollout.test_play import LINE, RAW, Steps, letters, starts, to
 LINES = f"{Path(__file__).resolve().parents[1] / 'simulators/lines.py'}:Lines"
 SLOW = np.full((2, 2), 0.1, np.float32)  # two environment steps that do not reach the end
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("forked_simulators")]
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from megarl.robots.envs.process import SimulatorProcess
 from megarl.robots.simulators.protocol import Observation, Outcome, Recording, TaskSpec
 from megarl.system.errors import ConfigError
 from megarl.system.plain import Malformed
+from tests.forked import forked_simulators
 from tests.house.test_docs import code_with
 from tests.robots.envs.playback import play
 
@@ -38,8 +39,9 @@ def settings(**given: Any) -> SimulatorSettings:
 
 
 @contextlib.contextmanager
-def pool_of(**given: Any) -> Iterator[SimulatorPool]:
-    with SimulatorPool(settings(**given)) as pool:
+def pool_of(*, program: bool = False, **given: Any) -> Iterator[SimulatorPool]:
+    """A pool; `program`: its processes are started as those of users are, and not forked."""
+    with contextlib.nullcontext() if program else forked_simulators(), SimulatorPool(settings(**given)) as pool:
         yield pool
 
 
@@ -74,7 +76,7 @@ def kill_all(pid: int) -> None:
 
 
 def test_an_episode_goes_from_its_trial_to_the_limit_of_environment_steps() -> None:
-    with pool_of(limit=5) as pool:
+    with pool_of(program=True, limit=5) as pool:
         assert list(pool.tasks) == ["left", "right"]
         first, *outcomes = episode(pool)
         assert isinstance(first, Observation)
@@ -192,7 +194,7 @@ def test_an_episode_that_a_simulator_fails_is_never_an_outcome(wrong: str, kind:
 
 
 def test_a_simulator_that_hangs_is_killed_and_says_where_it_was() -> None:
-    with pool_of(wrong="hang", answer_s=3.0) as pool:
+    with pool_of(program=True, wrong="hang", answer_s=3.0) as pool:
         (pid,) = pids(pool)
         failure = episode(pool)[-1]
         assert isinstance(failure, Failure)
@@ -280,7 +282,7 @@ def frames_in_memory() -> int:
 
 def test_shared_memory_is_free_after_a_process_was_killed(capfd: pytest.CaptureFixture[str]) -> None:
     files = len(os.listdir("/proc/self/fd"))
-    with pool_of(retries=1) as pool:
+    with pool_of(program=True, retries=1) as pool:
         for _ in range(3):
             episode(pool, chunks=1)
             kill_first(pool)
@@ -292,7 +294,7 @@ def test_shared_memory_is_free_after_a_process_was_killed(capfd: pytest.CaptureF
 
 
 def test_processes_end_with_their_pool_and_what_they_print_is_no_answer() -> None:
-    with pool_of(workers=2) as pool:
+    with pool_of(program=True, workers=2) as pool:
         episode(pool)
         ours = pids(pool)
     for pid in ours:
@@ -350,7 +352,7 @@ def runs(pid: int) -> bool:
 
 def test_the_simulator_of_the_documentation_works(tmp_path: Path) -> None:
     (tmp_path / "my_robot.py").write_text(code_with("class Slide(Simulator)", "embodied.md"))
-    with pool_of(name=f"{tmp_path / 'my_robot.py'}:Slide") as pool:
+    with pool_of(program=True, name=f"{tmp_path / 'my_robot.py'}:Slide") as pool:
         first, outcome = play(pool, "slide", 7, [np.full((8, 1), 1.0)])
         assert isinstance(first, Observation)
         assert isinstance(outcome, Outcome)
@@ -374,7 +376,7 @@ def test_the_simulator_of_the_documentation_works(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_recipe_says_wrong_is_found_before_an_episode(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with forked_simulators(), pytest.raises(ConfigError, match=message):
         SimulatorPool(settings(**given))
 
 

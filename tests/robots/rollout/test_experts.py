@@ -26,7 +26,7 @@ LINE = f"{Path(__file__).resolve().parents[1] / 'simulators/line.py'}:Line"
 EPISODES = [(task, trial) for trial in range(3) for task in ("reach_red", "push_up")]
 LIMITS = {"retries": 0, "answer_s": 20.0, "construct_s": 30.0}
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("forked_simulators")]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from megarl.system.comm import WorkerGroup
 LINE = f"{Path(__file__).resolve().parents[1] / 'simulators/line.py'}:Line"
 K, D = 2, 2
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("forked_simulators")]
 
 
 class Steps:
