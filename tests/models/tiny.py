@@ -197,6 +197,12 @@ def two_layers(model_type: str) -> dict[str, Any]:
     return changes
 
 
+def tiny_drafting() -> dict[str, Any]:
+    """`model.hf_config` of a model with a draft head: one layer with four experts, and the head's layer 1."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    return tiny_dict("glm4_moe", num_hidden_layers=1, first_k_dense_replace=0, **experts)
+
+
 def tiny_hf(model_type: str, **changes: Any):
     """transformers model with weights large enough that every part of it shows in the logits."""
     from transformers import AutoModelForCausalLM

@@ -86,6 +86,7 @@ POLICIES = [
     *("reward={name: exact_match}", "env={name: agent, function: FOLDER/proposing.py:play, timeout_s: 60}"),
     "policies={proposer: {advantage: {name: rae}}, solver: {advantage: {name: rloo}, compare: episode}}",
 ]
+FEW = "data.batch_size=2"  # programs of agents are most of such a step
 OWN_WEIGHTS = ["models={proposer: {train: true, optim: {lr: 0.002}}}", "policies.proposer.model=proposer"]
 FULL = "KL over the whole vocabulary"
 WHOLE = "distillation over the whole vocabulary"
@@ -419,7 +420,7 @@ def check_sources(name: str, lines: list[dict[str, Any]]) -> None:
 def test_a_run_with_further_models_or_policies_resumes_with_the_same_numbers(
     kind: str, folder: Path, tmp_path: Path
 ) -> None:
-    settings = {"models": FURTHER, "policies": [*POLICIES, *OWN_WEIGHTS]}[kind]
+    settings = {"models": FURTHER, "policies": [*POLICIES, *OWN_WEIGHTS, FEW]}[kind]
     lines = train(folder, tmp_path / "whole", *settings, "trainer.save_every=1")
     half = f"trainer.resume={tmp_path / 'whole' / 'checkpoints' / 'step_1'}"
     again = train(folder, tmp_path / "half", *settings, half, "trainer.export_hf=true")
@@ -433,7 +434,7 @@ def test_a_run_with_further_models_or_policies_resumes_with_the_same_numbers(
     assert lines[0]["env/samples"] == 3
     # Without the solver's turns the shared weights are updated as the proposer's are alone, but for rounding: their
     # micro-batches have other rows, too.
-    shared = train(folder, tmp_path / "shared", *POLICIES, "policies.solver.train=false", "actor.optim.lr=0.002")
+    shared = train(folder, tmp_path / "shared", *POLICIES, FEW, "policies.solver.train=false", "actor.optim.lr=0.002")
     for mine, theirs in zip(lines, shared, strict=True):
         assert mine["proposer/actor/entropy"] == pytest.approx(theirs["actor/entropy"], rel=1e-6)
     assert lines[0]["proposer/actor/grad_norm"] == pytest.approx(shared[0]["actor/grad_norm"], rel=1e-5)
@@ -597,7 +598,7 @@ _GENERATES = {"draw": (["rollout"], 1)}
 def test_a_policy_in_a_team_of_its_own_is_the_same_run_and_goes_on(
     teams: dict[str, tuple[list[str], int]], layout: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
-    settings = settings_of(folder, *POLICIES, *OWN_WEIGHTS, "trainer.save_every=1")
+    settings = settings_of(folder, *POLICIES, *OWN_WEIGHTS, FEW, "trainer.save_every=1")
     together = harness.train(folder / "tiny.yaml", tmp_path / "together", *settings)
     more = [*placed(teams), *(setting for setting in layout if "=" in setting)]
 

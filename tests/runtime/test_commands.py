@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 
 from megarl.recipes.arithmetic import make_rows
 from tests import forked
-from tests.models.tiny import tiny_dict
+from tests.models.tiny import tiny_drafting
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
 
 #: The draft head, and one of its tensors.
-DRAFT_LAYER = "model.layers.2."
+DRAFT_LAYER = "model.layers.1."
 DRAFT = f"{DRAFT_LAYER}eh_proj.weight"
 
 
@@ -41,7 +41,7 @@ def lines(path: Path) -> list[dict]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the recipe of a model that trains its draft head."""
     here = tmp_path_factory.mktemp("commands")
-    recipe = harness.write_recipe(here, tiny_dict("glm4_moe", num_hidden_layers=2))
+    recipe = harness.write_recipe(here, tiny_drafting())
     content = yaml.safe_load(recipe.read_text())
     content["actor"]["mtp"] = {"loss_weight": 0.5}
     recipe.write_text(yaml.safe_dump(content))

@@ -34,6 +34,11 @@ def first_letter(samples, images):
         for s, own in zip(samples, images, strict=True)
     ]
 '''
+#: The recipe's model with as few layers as both kinds of the encoder's blocks need.
+SHALLOW = (
+    "model.hf_config.text_config.num_hidden_layers=1",
+    "model.hf_config.vision_config={depth: 2, fullatt_block_indexes: [1]}",
+)
 #: Numbers of rows: one batch each of three steps.
 BATCH, STEPS = 4, 3
 CUT = 5
@@ -60,8 +65,8 @@ def settings(folder: Path) -> list[str]:
         f"data.image_dir={folder}",
         "data.loader_kwargs={}",
         "data={video_key: videos, video_min_pixels: 1024, video_max_pixels: 1024}",
-        "model.hf_config={video_token_id: 21, text_config: {num_hidden_layers: 1}}",
-        "model.hf_config.vision_config={depth: 2, fullatt_block_indexes: [1]}",
+        "model.hf_config.video_token_id=21",
+        *SHALLOW,
         f"data.batch_size={BATCH}",
         f"reward={{name: {folder}/score.py:first_letter, timeout_s: 180}}",
         "rollout.sampling={n: 4, temperature: 1.0, max_new_tokens: 3}",

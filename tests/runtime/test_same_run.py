@@ -15,11 +15,13 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
 
 #: The step samples what the cold start has changed, and a validation comes after it.
 STEPS = "trainer.steps=1"
+#: One for each stage, or for a certain course of a run.
+TWO_LAYERS = "model.hf_config.num_hidden_layers=2"
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harness.write_recipe(tmp_path_factory.mktemp("recipe"), layers=2)
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_context_parallelism_small_micro_batches_and_offload_give_the_same_metri
 def test_a_mixture_of_experts_is_the_same_under_expert_parallelism_and_virtual_stages(recipe, tmp_path):
     sizes = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32, norm_topk_prob: true"
     experts = [f"model.hf_config={{model_type: qwen3_moe, {sizes}, decoder_sparse_step: 1, mlp_only_layers: []}}"]
-    experts += ["model.hf_config.num_hidden_layers=4", STEPS]  # a layer for each of two stages' two parts
+    experts += ["model.hf_config.num_hidden_layers=4", STEPS, "sft.steps=1"]  # a layer for each stage's two parts
     single = harness.train(recipe, tmp_path / "single", *experts, "cluster.nproc=1")
     both = ["cluster.nproc=4", "actor.parallel={pp: 2, vpp: 2, ep: 2}"]
     assert_same(harness.train(recipe, tmp_path / "vpp2-ep2", *experts, *both), single)
@@ -102,7 +104,10 @@ def ppo(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dic
     ids=["single", "pp2", "tp2-sp-micro-batches-offload"],
 )
 def test_layouts_give_the_same_critic_and_the_same_updates_of_the_actor(recipe, ppo, tmp_path, layout):
-    assert_same(harness.train(recipe, tmp_path, *UPDATES, *layout), ppo)
+    if "actor.parallel.pp=2" in layout:
+        layout = [*layout, TWO_LAYERS]
+        ppo = harness.train(recipe, tmp_path / "deep", *UPDATES, TWO_LAYERS)
+    assert_same(harness.train(recipe, tmp_path / "layout", *UPDATES, *layout), ppo)
 
 
 def test_the_critic_learns_before_the_actor_moves(ppo):
@@ -127,6 +132,7 @@ def test_dynamic_sampling_goes_on_from_a_checkpoint_of_another_layout(recipe, tm
         "rollout.sampling={top_k: 20, top_p: 1}",
         "data.curriculum.pools={hard: {up_to: 0.4, weight: 2}, easy: {weight: 0.5}}",  # dropped groups count
         "trainer.seed=4",
+        TWO_LAYERS,
     ]
     whole = harness.run(recipe, tmp_path / "whole", *settings)
     assert whole[3]["sampling/rounds"] > 1
@@ -145,7 +151,7 @@ def test_dynamic_sampling_goes_on_from_a_checkpoint_of_another_layout(recipe, tm
 def test_layouts_give_several_policies_the_same_numbers(recipe, tmp_path, layout):
     (tmp_path / "proposing.py").write_text(test_algorithms.AGENT)
     policies = [text.replace("FOLDER", str(tmp_path)) for text in test_algorithms.POLICIES]
-    settings = [*policies, *test_algorithms.OWN_WEIGHTS, "algorithm.kl.use=none", "sft.steps=0", STEPS]
+    settings = [*policies, *test_algorithms.OWN_WEIGHTS, "algorithm.kl.use=none", "sft.steps=0", STEPS, TWO_LAYERS]
     apart = harness.train(recipe, tmp_path / "apart", *settings)
     assert "proposer/actor/grad_norm" in apart[1]
     assert_same(harness.train(recipe, tmp_path / "layout", *settings, layout), apart)

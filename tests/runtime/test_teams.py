@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 STEPS = 3
-GRPO = ("sft.steps=0", f"trainer.steps={STEPS}", "trainer.export_hf=false")
+GRPO = ("sft.steps=0", f"trainer.steps={STEPS}", "trainer.export_hf=false", "model.hf_config.num_hidden_layers=1")
 PPO = (*harness.PPO, "trainer.steps=2")
 COLD = "sft.steps=1"  # a critic, too, begins where the cold start ends
 #: Another layout sums in another order; metrics of the first steps differ by so little, or by so much of their value.

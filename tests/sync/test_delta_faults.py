@@ -82,7 +82,7 @@ def lose_the_relay(folder: str, run_dir: str, urls: list[str], op: str, how: int
     ],
 )
 def test_a_relay_that_is_lost_during_an_update_fails_its_servers(tmp_path, op, how):
-    save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY, num_hidden_layers=2)
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY)
     with receivers(tmp_path / "r", 2) as urls:
         run = (str(tmp_path / "model"), str(tmp_path), urls, op, int(how))
         ((updated, failed, states, told, connected),) = run_distributed(lose_the_relay, 1, 120, *run)
@@ -122,7 +122,7 @@ def push_without_the_relay(folder: str, run_dir: str, urls: list[str], during: b
 
 @pytest.mark.parametrize("during", [False, True])
 def test_an_update_without_its_relay_ends_the_run(tmp_path, during):
-    save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY, num_hidden_layers=2)
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY)
     error = r"rank [01] failed:\n(.|\n)*WorkerError: the weight relay of .* ended \(signal SIGKILL"
     with receivers(tmp_path / "r", 1) as urls:
         with pytest.raises(AssertionError, match=error):
@@ -175,7 +175,7 @@ def lose_servers(folder: str, run_dir: str, urls: list[str], back: list[str], st
 
 @STEPS
 def test_servers_that_fail_during_an_update_do_not_touch_the_other_one(tmp_path, step):
-    save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY, num_hidden_layers=2)
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY)
     at = BUCKETS + 2  # the second bucket of the second version
     faults = {0: f"die:{at}", 1: f"hang:{at}", 2: f"refuse:{at}"}
     # The refusal of changed elements is no failure: such a server gets whole tensors from then on.
@@ -202,7 +202,7 @@ def test_servers_that_fail_during_an_update_do_not_touch_the_other_one(tmp_path,
 @STEPS
 def test_a_relay_that_missed_the_end_of_an_update_is_sent_it(tmp_path, step):
     """Its only server dies: the sender compares with version 2 from then on, and the relay has half of it."""
-    save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY, num_hidden_layers=2)
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY)
     with receivers(tmp_path / "r", 1, {0: f"die:{BUCKETS + 2}"}) as urls, receivers(tmp_path / "back", 1) as back:
         run = (str(tmp_path / "model"), str(tmp_path), urls, back, step)
         (found,) = run_distributed(lose_servers, 1, 120, *run)

@@ -68,8 +68,8 @@ def be_an_engine(folder: str, spool: str, layout: dict) -> dict:
     return {"version": version, "differ": differ, "same": there == here, "samples": there}
 
 
-def be_the_trainer(folder: str, spool: str, layout: dict, ranks: int) -> list:
-    """Two versions by every transport, each with other values in one of 50 elements; then an export."""
+def be_the_trainer(folder: str, spool: str, layout: dict, ranks: int, transports: list[str]) -> list:
+    """Two versions by each transport, each with other values in one of 50 elements; then an export."""
     from megarl.models.weights.export import export_weights
     from megarl.rollout.embedded.receiver import EngineReceivers
     from megarl.sync.updater import WeightSync
@@ -78,7 +78,7 @@ def be_the_trainer(folder: str, spool: str, layout: dict, ranks: int) -> list:
     chunks, place, found = build_tiny(folder, **layout), Path(spool), []
     hf = chunks[0].hf_config
     addresses = [("127.0.0.1", int((place / f"port{rank}").read_text())) for rank in range(ranks)]
-    for number, transport in enumerate(TRANSPORTS):
+    for number, transport in enumerate(transports):
         config = SyncConfig(transport=transport, verify="every", timeout_s=60.0, bucket_mb=5)
         receivers = EngineReceivers.connect([addresses], KEY, hf, 60.0)
         sync = WeightSync(chunks, receivers, config, place, world())
@@ -99,15 +99,16 @@ def be_the_trainer(folder: str, spool: str, layout: dict, ranks: int) -> list:
 
 @pytest.mark.procs
 @pytest.mark.parametrize(
-    ("model", "trainer", "engine"),
+    ("model", "trainer", "engine", "transports"),
     [
-        pytest.param("qwen3", (2, {"tp": 2}), (1, {}), marks=pytest.mark.campaign("teams")),
-        ("qwen3", (1, {}), (2, {"tp": 2})),
-        ("qwen3_moe", (2, {"pp": 2}), (2, {"ep": 2})),
+        pytest.param("qwen3", (2, {"tp": 2}), (1, {}), TRANSPORTS, marks=pytest.mark.campaign("teams")),
+        ("qwen3", (1, {}), (2, {"tp": 2}), ("tensor", "delta")),
+        ("qwen3_moe", (2, {"pp": 2}), (2, {"ep": 2}), TRANSPORTS),
     ],
     ids=["tp2 to tp1", "tp1 to tp2", "pp2 to ep2"],
 )
-def test_an_engine_holds_and_samples_what_the_trainer_has(tmp_path, model, trainer, engine):
+def test_an_engine_holds_and_samples_what_the_trainer_has(tmp_path, model, trainer, engine, transports):
+    """By every transport where several ranks send, and by the two that go through shared memory where one does."""
     save_shallow(tmp_path / "model", model)
     (tmp_path / "spool").mkdir()
     run = str(tmp_path / "model"), str(tmp_path / "spool")
@@ -121,8 +122,8 @@ def test_an_engine_holds_and_samples_what_the_trainer_has(tmp_path, model, train
     wait_for(
         *(tmp_path / "spool" / f"port{rank}" for rank in range(engine[0]))
     )  # ranks are started one group at a time
-    for reports in run_distributed(be_the_trainer, trainer[0], 280, *run, trainer[1], engine[0]):
-        assert [(name, updated) for name, updated, *_ in reports] == [(t, [0]) for t in TRANSPORTS for _ in range(2)]
+    for reports in run_distributed(be_the_trainer, trainer[0], 280, *run, trainer[1], engine[0], transports):
+        assert [(name, updated) for name, updated, *_ in reports] == [(t, [0]) for t in transports for _ in range(2)]
         verified = {parts for _, _, parts, _ in reports}
         assert len(verified) == 1
         assert verified.pop() > 0
@@ -131,7 +132,7 @@ def test_an_engine_holds_and_samples_what_the_trainer_has(tmp_path, model, train
     beside.join(280)
     assert len(done) == engine[0]
     for rank in done:
-        assert (rank["version"], rank["differ"], rank["same"]) == (31, [], True)
+        assert (rank["version"], rank["differ"], rank["same"]) == (10 * len(transports) - 9, [], True)
         assert rank["samples"] == done[0]["samples"]
 
 

@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_its_definition() -> None:
 
 
 def test_it_learns_what_is_near_in_time() -> None:
-    embedder, batch = own(updates=10), moving_squares([8] * 24)
+    embedder, batch = own(updates=5), moving_squares([8] * 12)
     found = [embedder.learn(batch, step) for step in range(8)]
     first, last = (metrics.result() for metrics in (found[0], found[-1]) if metrics is not None)
     assert last["srpo/encoder/accuracy"] > first["srpo/encoder/accuracy"] + 0.2
