@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.artifacts.profiles import profile_files
 from tests.models.tiny import tiny_drafting
 from tests.runtime import harness
 
@@ -137,6 +139,9 @@ def test_a_finished_run_has_nothing_left_to_do_and_one_that_starts_again_keeps_i
     assert (tmp_path / "one" / "checkpoints.old-1" / "step_1" / "meta.json").is_file()
     assert (tmp_path / "one" / "checkpoints.old-1" / "reference" / "config.json").is_file()
     source = tmp_path / "one" / "checkpoints" / "step_1"
-    more = harness.train(recipe, tmp_path / "two", *short, "trainer.steps=2", f"trainer.resume={source}")
-    assert list(more) == [2]
+    last = ("trainer.steps=2", f"trainer.resume={source}", "trainer.profile={steps: [2]}")
+    assert list(harness.train(recipe, tmp_path / "two", *short, *last)) == [2]
+    (profile,) = profile_files(tmp_path / "two")
+    recorded = gzip.decompress((tmp_path / "two" / profile).read_bytes()).decode()
+    assert all(f'"phase: {name}"' in recorded for name in ("load", "rollout", "actor_train"))
     assert (tmp_path / "two" / "reference" / "config.json").is_file()  # for later resumes of this run

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.runtime import harness
-from tests.runtime.test_images import SHALLOW
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
 
@@ -171,9 +170,8 @@ def test_an_environment_shows_images_that_are_trained_on_scored_and_reported(tmp
         tmp_path,
         f"env={{name: '{LOOK}:Look', looks: 3}}",
         "rollout={limits: {turns: 4, tokens: 40}, sampling: {n: 4, max_new_tokens: 1, stop_token_ids: [19, 20]}}",
-        *SHALLOW,
-        "data={batch_size: 8, loader_kwargs: {count: 16, held_out: 8}, limit_images: 4}",
-        "validation={every: 2, before_train: false, log_samples: 8, sampling: {max_new_tokens: 1, temperature: 1.0}}",
+        "data={batch_size: 8, loader_kwargs: {count: 16, held_out: 32}, limit_images: 4}",
+        "validation={every: 2, before_train: false, log_samples: 32, sampling: {max_new_tokens: 1, temperature: 1.0}}",
         "sft.steps=0",
         "algorithm.advantage.name=remax",
         "trainer={steps: 2, save_every: 0}",
