@@ -26,7 +26,7 @@ POLICY = "policy"
 
 @dataclass(frozen=True)
 class PolicyPart:
-    """What one policy generated in a part of an episode (see `parts_of`), as rows.
+    """The rows that one policy generated in a part of an episode (see `parts_of`).
 
     The part's reward stands in the last turn of its first row.
     """

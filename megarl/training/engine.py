@@ -63,7 +63,7 @@ LossFn = Callable[..., tuple[Tensor, Metrics]]
 
 
 class TeacherTargets(NamedTuple):
-    """What is distilled from a teacher: the batch field with its most likely tokens.
+    """A teacher's targets for distillation: the batch field with its most likely tokens.
 
     With `terms`, the parts of a divergence over the whole vocabulary, the field has its hidden states.
     """
