@@ -128,7 +128,7 @@ def exact(models: list[str], tp: int = 1, pretend: bool = True) -> dict:
     with Pretend() if pretend else contextlib.nullcontext():
         for model in models:
             no_parallel()
-            engine = make_engine(model, ParallelConfig(tp=tp, sp=tp > 1), layers=2)
+            engine = make_engine(model, ParallelConfig(tp=tp, sp=tp > 1), layers=1)
             batch = split_over(make_batch(), engine.layout.dp_rank, engine.layout.dp_size)
             log: list[str] = []
             if pretend:
