@@ -34,7 +34,7 @@ from megarl.runtime.resume_compatibility import (
 )
 from megarl.runtime.stages.rollout import generated_fields
 from megarl.runtime.validate import due, validates
-from megarl.system.errors import ConfigError, close_matches
+from megarl.system.errors import ConfigError, close_matches, count
 from megarl.system.metrics import Metrics
 from megarl.system.processes import JOB_BEGAN
 from megarl.system.tracing import phase
@@ -144,7 +144,8 @@ class Checkpoints(CheckpointPart):
             if state.get("surplus_parts") and (why := self._why_no_surplus()):
                 lines.append(f"the checkpoint's surplus samples of dynamic sampling are not used: {why}")
             if state.get("carried") is not None and not c.config.rollout.oversamples:
-                lines.append("the checkpoint's prompt groups in flight are not used: rollout.oversample is 1")
+                skipped = count(state["carried"]["groups"], "prompt group")
+                lines.append(f"{skipped} in flight in the checkpoint are skipped: rollout.oversample is 1")
             if buffered is not None and steps_held(buffered):
                 refuse_other_sampling(step, buffered, c.config, c.team.placement)
                 ahead = step + steps_held(buffered)

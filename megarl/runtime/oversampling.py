@@ -30,7 +30,7 @@ from megarl.rollout.first_complete import Complete, first_complete
 from megarl.runtime.exchange import GroupPool
 from megarl.runtime.samples import groups_of_prompts, open_groups, samples_of
 from megarl.runtime.stages.rollout import refuse_broken_logprobs, with_data_prompts
-from megarl.system.errors import count
+from megarl.system.errors import ConfigError, count
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -204,6 +204,9 @@ class Oversampling:
 
         Args:
             saved: the result of `carried_entry` in the checkpoint.
+
+        Raises:
+            ConfigError: steps of a smaller batch cannot train on all of the groups in time.
         """
         rank, size, parts = c.layout.dp_rank, c.layout.dp_size, saved["parts"]
         keeps = saved["temperature"] == c.temperature and c.config.rollout.carries
@@ -219,9 +222,32 @@ class Oversampling:
         self._groups = {number: groups[number] for number in numbers}
         self._outside = set(numbers)
         self.count(c, c.step)
+        self._refuse_too_many(c)
         if c.layout.rank == 0:
             again = "" if keeps or not saved["carries"] else ", which begin again: other settings of sampling"
             print(f"{count(self.in_flight, 'prompt group')} of the checkpoint in flight{again}", flush=True)
+
+    def _refuse_too_many(self, c: StepContext) -> None:
+        """Refuse groups of a larger batch of which some would be older than `rollout.carry_steps` when they are used.
+
+        A batch that is not smaller leaves at most one batch in flight, because `rollout.oversample` is at most 2.
+        """
+        settings, size = c.config.rollout, self._loader.batch_size
+        if not settings.carries or c.step >= c.config.trainer.steps:
+            return
+        last = c.step + 1 - settings.carry_steps
+        due = sum(group.partial is not None and group.begun <= last for group in self._groups.values())
+        due = sum(c.layout.dp_group.all_gather_json(due))
+        if (least := max(due, -(-self.in_flight // 2))) > size:
+            where = "data.batch_size" if settings.round_prompts is None else "rollout.round_prompts"
+            raise ConfigError(
+                f"the checkpoint has {count(self.in_flight, 'prompt group')} in flight, and the next step must train "
+                f"on {due} of them (rollout.carry_steps={settings.carry_steps}): too many for this batch",
+                where=where,
+                found=size,
+                allowed=f"{least} or more",
+                fix=f"set {where}={least}, or rollout.carry_steps=0, with which their prompts begin again",
+            )
 
 
 def groups_needed(config: RunConfig, step: int) -> int | None:
