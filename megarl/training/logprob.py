@@ -125,11 +125,11 @@ class _LinearLogprob(torch.autograd.Function):
             return None, None, None, None
         rows = LogprobRows(hidden, targets, log_z, entropy if shard.entropy else None, grad_logp, grad_entropy)
         # Blocks of columns add products to the gradient of `hidden`, which is exact enough only where `wide_product`
-        # does not round them.
+        # does not round them. Logits that were kept are one chunk of tokens: there is nothing to compute in blocks.
         sums = _adds_wide(hidden) and kept_logits is None
-        by_columns = sums and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight)
-        backward = _by_columns if by_columns else _by_tokens
-        return *backward(rows, weight, shard, kept_logits, ctx.needs_input_grad), None, None
+        if sums and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight):
+            return *_by_columns(rows, weight, shard, wants_hidden=ctx.needs_input_grad[0]), None, None
+        return *_by_tokens(rows, weight, shard, kept_logits, ctx.needs_input_grad), None, None
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,13 @@ def _by_tokens(
 
 
 def _by_columns(
-    rows: LogprobRows, weight: Tensor, shard: VocabularyShard, kept_logits: Tensor | None, wants: tuple[bool, ...]
-) -> tuple[Tensor | None, Tensor | None]:
+    rows: LogprobRows, weight: Tensor, shard: VocabularyShard, *, wants_hidden: bool
+) -> tuple[Tensor | None, Tensor]:
     """Return the gradients of hidden states and weight, computed in blocks of vocabulary columns.
 
     Each block has about as many logits as `shard.chunk` tokens, so it takes no more memory."""
     hidden = rows.hidden
-    grad_hidden = hidden.new_zeros(hidden.shape, dtype=rows.log_z.dtype) if wants[0] else None
+    grad_hidden = hidden.new_zeros(hidden.shape, dtype=rows.log_z.dtype) if wants_hidden else None
     grad_weight = torch.empty_like(weight)
     columns = shard.chunk * len(weight) // len(hidden)
     columns = max(1, columns - columns % _ALIGNED if columns > _ALIGNED else columns)
