@@ -30,7 +30,7 @@ def choose_transport(
             spread,
             where="sync.transport",
             found=wanted,
-            allowed="auto, distributed or disk",
+            allowed="auto, distributed, disk or shards",
             fix="set sync.transport=auto",
         )
     cannot_map = cannot_map or spread

@@ -36,9 +36,10 @@ from megarl.sync.checksum import make_checksum
 from megarl.sync.messages import Refused, answer
 from megarl.sync.plan import FP8_SCALE
 from megarl.sync.protocol import read_tag
+from megarl.sync.shards.exchange import abort, join
 from megarl.sync.shared import open_handle
 from megarl.sync.source import dequantize_blocks
-from megarl.sync.transports.distributed import broadcast_within, join, leave
+from megarl.sync.transports.distributed import broadcast_within
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import WorkerError
 
@@ -308,19 +309,19 @@ class _Conversation:
     def leave_groups(self) -> None:
         """Leave the process groups of a trainer rank whose connection has closed."""
         for group, _ in self._groups.values():
-            leave(group)
+            abort(group)
         self._groups = {}
 
     def _join(self, name: str, address: str, port: int, size: int, backend: str, deadline_s: float) -> None:
         limit = datetime.timedelta(seconds=deadline_s)
         store = dist.TCPStore(address, port, size, False, limit)
-        self._groups[name] = join(store, name, 1 + self._inbox.rank, size, backend, limit), store
+        self._groups[name] = join(store, name, size, 1 + self._inbox.rank, backend, deadline_s), store
 
     def _broadcast(self, name: str, tensors: list[list[Any]], nbytes: int, deadline_s: float) -> None:
         update, flat = self._inbox.update, self._inbox.empty(nbytes)
         try:
             broadcast_within(flat, self._groups[name][0], deadline_s)
         except TimeoutError:
-            leave(self._groups.pop(name)[0])  # stops NCCL's kernel on the device
+            abort(self._groups.pop(name)[0])  # stops NCCL's kernel on the device
             raise Refused(f"the trainer's broadcast of weights did not arrive within {deadline_s:g} s") from None
         self._inbox.take_flat(flat, tensors, update)

@@ -262,7 +262,7 @@ def _check_nodes(config: RunConfig, checks: Checklist) -> None:
             "sync.transport",
             f"a server on {count(servers.nnodes, 'machine')} cannot receive weights through the memory of one of them",
             found=config.sync.transport,
-            allowed="auto, distributed or disk with rollout.sglang.nnodes > 1",
+            allowed="auto, distributed, disk or shards with rollout.sglang.nnodes > 1",
             fix="set sync.transport=distributed",
         )
 

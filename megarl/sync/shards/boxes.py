@@ -10,14 +10,14 @@ end; if it has more, the last dimensions, which no layout splits, are merged. A 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated
 
 import numpy as np
 
-from megarl.sync.shards.table import Array, ColumnTable, digest, pack, unpack
+from megarl.sync.shards.table import Array, ColumnTable, TableSet
 
 DIMS = 3
 #: Bytes of an element by the name of its torch dtype.
@@ -108,53 +108,26 @@ class BoxTable(ColumnTable):
 
 
 @dataclass(frozen=True, eq=False)
-class RankStorage:
+class RankStorage(TableSet):
     """All parameters of one rank that an update writes or reads, and the boxes (parts of tensors) that fill them.
 
-    On the wire it is one .npz file with the arrays `parameters.COLUMN` and `boxes.COLUMN` (`encode`).
+    Ranks of servers whose storages have equal digests are planned once.
+
+    Raises:
+        ValueError: a box refers to a parameter that is not listed, or has an unknown rule.
     """
 
     parameters: ParameterTable
     boxes: BoxTable
 
-    def arrays(self) -> dict[str, Array]:
-        """Return all columns by the names that they have in the .npz file."""
-        return self.parameters.arrays("parameters") | self.boxes.arrays("boxes")
-
-    def encode(self) -> bytes:
-        """Return the storage as bytes, for a TCPStore."""
-        return pack(self.arrays())
-
-    @classmethod
-    def decode(cls, data: bytes) -> RankStorage:
-        """Return the storage from the result of `encode`.
-
-        Raises:
-            ValueError: `data` is not in this form; if a column is wrong, the message names it.
-        """
-        return cls.of_arrays(unpack(data))
-
-    @classmethod
-    def of_arrays(cls, arrays: Mapping[str, Array]) -> RankStorage:
-        """Return the storage from the result of `arrays`.
-
-        Raises:
-            ValueError: a box (part of a tensor) refers to a parameter that is not listed, or has an unknown rule.
-        """
-        parameters = ParameterTable.of_arrays("parameters", arrays)
-        boxes = BoxTable.of_arrays("boxes", arrays)
+    def __post_init__(self) -> None:
+        parameters, boxes = self.parameters, self.boxes
         if len(boxes) and not 0 <= boxes.parameter.min() <= boxes.parameter.max() < len(parameters):
             rows = f"{boxes.parameter.min()} to {boxes.parameter.max()}"
             raise ValueError(f"boxes.parameter of a rank's storage has {rows}; allowed: below {len(parameters)}")
         if not np.isin(boxes.rule, [rule.value for rule in BoxRule]).all():
             rules = sorted(set(boxes.rule.tolist()))
             raise ValueError(f"boxes.rule of a rank's storage has an unknown rule: {rules}; allowed: {list(BoxRule)}")
-        return cls(parameters, boxes)
-
-    @property
-    def digest(self) -> str:
-        """Hash of all tables; server ranks with equal hashes store the model alike, and are planned once."""
-        return digest(self.arrays())
 
 
 @dataclass(frozen=True, slots=True)

@@ -486,10 +486,11 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-_leaving = threading.Lock()
+#: Held while this process leaves a group, since torch's records of groups are not safe from several threads.
+leaving = threading.Lock()
 
 
 def abort(group: dist.ProcessGroup) -> None:
     """Abort a process group whose other ranks may be gone; its messages in flight fail."""
-    with _leaving, contextlib.suppress(RuntimeError, ValueError):
+    with leaving, contextlib.suppress(RuntimeError, ValueError):
         _abort_process_group(group)

@@ -35,7 +35,7 @@ from typing import Annotated
 import numpy as np
 
 from megarl.sync.shards.boxes import DIMS
-from megarl.sync.shards.table import Array, ColumnTable, digest, pack, unpack
+from megarl.sync.shards.table import Array, ColumnTable, TableSet
 
 ALIGN = 16
 
@@ -150,12 +150,8 @@ class FanTable(ColumnTable):
 
 
 @dataclass(frozen=True, eq=False)
-class TransferProgram:
-    """All transfers of an update, or those of one rank, in the order in which they run.
-
-    On the wire it is one .npz file with the arrays `rounds.COLUMN`, `messages.COLUMN`, `links.COLUMN`, `targets.COLUMN`
-    and `fans.COLUMN` (`encode`).
-    """
+class TransferProgram(TableSet):
+    """All transfers of an update, or those of one rank, in the order in which they run."""
 
     rounds: RoundTable
     messages: MessageTable
@@ -201,37 +197,6 @@ class TransferProgram:
             parts.replace(link=_renumbered(links)[parts.link]),
             gathers.replace(round=_renumbered(rounds)[gathers.round]),
         )
-
-    def arrays(self) -> dict[str, Array]:
-        """Return all columns by the names that they have in the .npz file."""
-        rounds, messages = self.rounds.arrays("rounds"), self.messages.arrays("messages")
-        links, targets = self.links.arrays("links"), self.targets.arrays("targets")
-        return rounds | messages | links | targets | self.fans.arrays("fans")
-
-    def encode(self) -> bytes:
-        """Return the program as bytes, for a TCPStore."""
-        return pack(self.arrays())
-
-    @classmethod
-    def decode(cls, data: bytes) -> TransferProgram:
-        """Return the program from the result of `encode`.
-
-        Raises:
-            ValueError: `data` is not in this form; if a column is wrong, the message names it.
-        """
-        arrays = unpack(data)
-        return cls(
-            RoundTable.of_arrays("rounds", arrays),
-            MessageTable.of_arrays("messages", arrays),
-            LinkTable.of_arrays("links", arrays),
-            TargetTable.of_arrays("targets", arrays),
-            FanTable.of_arrays("fans", arrays),
-        )
-
-    @property
-    def digest(self) -> str:
-        """Hash of the program, equal on all ranks that planned the same update."""
-        return digest(self.arrays())
 
     @property
     def memory_bytes(self) -> int:

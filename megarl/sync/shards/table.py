@@ -10,7 +10,7 @@ import hashlib
 import io
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 T = TypeVar("T", bound="ColumnTable")
+S = TypeVar("S", bound="TableSet")
 
 
 #: For each table class: name of each column, and its dtype and shape without the first dimension.
@@ -104,6 +105,43 @@ class ColumnTable:
                 "trainer and its servers"
             )
         return cls(**{key: arrays[f"{name}.{key}"] for key in _columns(cls)})
+
+
+@dataclass(frozen=True, eq=False)
+class TableSet:
+    """A frozen dataclass whose fields are tables. On the wire it is one .npz file with the arrays `FIELD.COLUMN`."""
+
+    def arrays(self) -> dict[str, Array]:
+        """Return all columns by their names on the wire."""
+        tables = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {key: column for name, table in tables for key, column in table.arrays(name).items()}
+
+    def encode(self) -> bytes:
+        """Return the tables as bytes for a store."""
+        return pack(self.arrays())
+
+    @classmethod
+    def decode(cls: type[S], data: bytes) -> S:
+        """Return the tables from bytes that `encode`, or a process without megarl, made.
+
+        Raises:
+            ValueError: `data` has another form; the message names the table and the column.
+        """
+        return cls.of_arrays(unpack(data))
+
+    @classmethod
+    def of_arrays(cls: type[S], arrays: Mapping[str, Array]) -> S:
+        """Return the tables that `arrays` gave.
+
+        Raises:
+            ValueError: as `ColumnTable.of_arrays`.
+        """
+        return cls(**{name: kind.of_arrays(name, arrays) for name, kind in get_type_hints(cls).items()})
+
+    @property
+    def digest(self) -> str:
+        """Hash of all tables, equal on all machines."""
+        return digest(self.arrays())
 
 
 def pack(arrays: Mapping[str, Array]) -> bytes:

@@ -15,7 +15,6 @@ that a receiver serves might never be scheduled. So a sender runs at most `_AT_O
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import secrets
 import socket
@@ -24,24 +23,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    Backend,
-    PrefixStore,
-    _abort_process_group,
-    _new_process_group_helper,
-    _world,
-)
 
 from megarl.sync.plan import Bucket
 from megarl.sync.protocol import failure
 from megarl.sync.receiver import Receiver, UpdateGroup, UpdateStep
-from megarl.sync.shards.exchange import without_watchdog
+from megarl.sync.shards.exchange import abort as abort_group
+from megarl.sync.shards.exchange import join, leaving
 from megarl.sync.transports.base import Transport
 from megarl.system.errors import ServerError
 from megarl.system.processes import address_towards
@@ -52,7 +45,6 @@ _POLL_S = 0.001
 # (its log shows "24 coll channels"). Each occupies a multiprocessor, of which an A100 has 108.
 _AT_ONCE = 108 // 24
 _GRACE_S = 1.0  # minimum time for the trainer's part of a broadcast to end after the receiver has answered
-_leaving = threading.Lock()
 
 
 @dataclass
@@ -108,9 +100,9 @@ class DistributedTransport(Transport):
     def _leave(self, number: int, *, abort: bool = False) -> None:
         link = self._links.pop(number, None)
         if link is not None and abort:
-            leave(link.group)
+            abort_group(link.group)
         elif link is not None:
-            with _leaving:
+            with leaving:
                 dist.destroy_process_group(link.group)
 
     def close(self) -> None:
@@ -140,7 +132,7 @@ class DistributedTransport(Transport):
             receiver,
             step,
             lambda: receiver.join_group(meeting, step),
-            lambda: join(store, name, 0, size, self.backend, timeout),
+            lambda: join(store, name, size, 0, self.backend, self.deadline_s),
         )
         self._links[receiver.number] = link = _Link(name, receiver.url, group, store)
         return link
@@ -176,24 +168,12 @@ class DistributedTransport(Transport):
             raise failure(receiver, step.phase, reason) from error
 
 
-def join(
-    store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: datetime.timedelta
-) -> dist.ProcessGroup:
-    """Join the process group of a sender and a receiver, which belong to different torch.distributed worlds."""
-    # gloo waits for the other ranks here; nccl does so at the first broadcast.
-    with without_watchdog() if backend == "nccl" else contextlib.nullcontext():
-        named: dict[str, Any] = {"group_name": name, "timeout": timeout}  # Any: newer torch has a type GroupName
-        group, _ = _new_process_group_helper(size, rank, [], Backend(backend), PrefixStore(name, store), **named)
-    _world.pg_group_ranks[group] = {member: member for member in range(size)}
-    return group
-
-
 def broadcast_within(flat: Tensor, group: dist.ProcessGroup, deadline_s: float) -> None:
     """Send or receive `flat` from rank 0 of `group`; return when the device has finished.
 
     Raises:
         RuntimeError: the other side is gone, or the group's deadline passed (gloo).
-        TimeoutError: nccl did not finish before the deadline; call `leave` to end it.
+        TimeoutError: nccl did not finish before the deadline; call `exchange.abort` to end it.
     """
     if flat.device.type != "cuda":
         dist.broadcast(flat, src=0, group=group)
@@ -208,9 +188,3 @@ def broadcast_within(flat: Tensor, group: dist.ProcessGroup, deadline_s: float) 
     error = work.exception()  # nccl's wait() does not raise this error
     if error is not None:
         raise error
-
-
-def leave(group: dist.ProcessGroup) -> None:
-    """Leave a group whose other ranks may be gone."""
-    with _leaving:
-        _abort_process_group(group)

@@ -71,7 +71,7 @@ def test_a_digest_depends_on_every_number() -> None:
         ({"boxes.offset": np.zeros(3, int)}, "column offset of BoxTable"),
         ({"boxes.offset": np.zeros(2)}, "column offset of BoxTable"),
         ({"boxes.parameter": np.array([0, 1])}, "boxes.parameter .* 0 to 1; allowed: below 1"),
-        ({"boxes.rule": np.array([0, 9])}, "unknown rule"),
+        ({"boxes.rule": np.array([0, 9])}, "has an unknown rule"),
     ],
 )
 def test_a_wrong_description_is_refused(changes: dict, message: str) -> None:
