@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
     from megarl.models.weight_table import Coordinate
+    from megarl.system.store import SharedStore
 
 MESSAGE_S = 50e-6  # one message between two processes of a cluster
 OPEN_S = 300e-6  # opening and reading a small file of a shared file system
@@ -100,6 +99,7 @@ def heartbeats(scale: Scale, folder: Path) -> Iterator[Row]:
         mock.patch.dict(os.environ, {machine_beats.BY_MACHINE: "1"}),
         mock.patch.object(machine_beats.tempfile, "gettempdir", return_value=str(elsewhere)),
         mock.patch.object(machine_beats.Copier, "_keep_copying"),
+        mock.patch.object(machine_beats, "_by_machine", False),
     ):
         beats = [Heartbeat(run_dir, rank) for rank in range(scale.machine)]
         copier = machine_beats.Copier(run_dir, 0)
@@ -140,10 +140,12 @@ def heartbeats(scale: Scale, folder: Path) -> Iterator[Row]:
 
 
 @contextmanager
-def _store() -> Iterator[Store]:
+def _store() -> Iterator[SharedStore]:
     from torch.distributed import TCPStore
 
-    yield TCPStore("127.0.0.1", 0, 1, True, datetime.timedelta(seconds=60))
+    from megarl.system.store import SharedStore
+
+    yield SharedStore(TCPStore("127.0.0.1", 0, 1, True, datetime.timedelta(seconds=60)), "rank 0", "60 s")
 
 
 def store_calls(scale: Scale) -> Iterator[Row]:
@@ -172,7 +174,7 @@ def store_calls(scale: Scale) -> Iterator[Row]:
         store.set("mail/update/1", "{}")
         busy = time.process_time()
         for _ in range(scale.ranks):
-            store.wait(["mail/update/1"], datetime.timedelta(seconds=5))
+            store.has("mail/update/1", 5)
             store.get("mail/update/1")
         passing = time.process_time() - busy
     yield Row("buffer: messages that all workers read", "store's thread", _MESSAGES * passing, f"{_MESSAGES} messages")

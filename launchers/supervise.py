@@ -14,6 +14,7 @@ from megarl.artifacts.records import read_run
 from megarl.launchers.common import ENDED_EARLY, Job, Workers
 from megarl.launchers.restarts import Restarts
 from megarl.runtime.health import RankFailure, Watch, read_beat, where_text
+from megarl.runtime.machine_beats import machines_of
 from megarl.system.errors import WorkerError
 from megarl.system.processes import oom_kills, signal_name
 
@@ -229,7 +230,9 @@ def _one_line(message: str) -> str:
 
 def signal_rank(job: Job, rank: int, number: int) -> None:
     """Send a signal to a rank's process if it runs on this machine."""
-    beat = read_beat(job.run_dir, rank)
-    if beat is not None and beat.host == socket.gethostname():
+    beat, machines = read_beat(job.run_dir, rank), machines_of(job.run_dir)
+    # another machine may have the same host name
+    here = machines.is_here(rank) if machines is not None else beat is not None and beat.host == socket.gethostname()
+    if beat is not None and here:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(beat.pid, number)

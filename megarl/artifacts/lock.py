@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import json
 import logging
 import os
@@ -33,7 +32,7 @@ from megarl.artifacts.records import Needs, read_record
 from megarl.artifacts.run_folder import refuse_if_gone
 from megarl.system.errors import UserError, WorkerError
 from megarl.system.parents import began
-from megarl.system.processes import write_atomically
+from megarl.system.processes import process_scope, write_atomically
 
 #: Environment variable of a worker: its attempt. Empty or absent: the attempt in the folder's record when the worker
 #: starts.
@@ -83,7 +82,8 @@ class FolderLock:
             _record_path(run_dir, machine),
         )
         self._joins = {"machines": machines, "meets": meets} if machine else None
-        self._mine = {"attempt": _new_attempt(), "host": socket.gethostname(), "place": _place(), "pid": os.getpid()}
+        host, place = socket.gethostname(), process_scope()
+        self._mine = {"attempt": _new_attempt(), "host": host, "place": place, "pid": os.getpid()}
         self._mine |= {"began": began(os.getpid()), "machines": machines, "meets": meets}
         self._mine |= {"folder": run_dir.stat().st_ino}
         self._kernel = False  # whether flock works among this machine's processes
@@ -280,16 +280,6 @@ def _touched(path: Path) -> float | None:
         return None
 
 
-@functools.cache
-def _place() -> str:
-    """Return the scope within which a process id is unique: this boot of this machine, and its pid namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return f"{socket.gethostname()} 0"
-
-
 def _is_gone(holder: Mapping[str, Any], run_dir: Path, *, kernel: bool) -> bool | None:
     """Return whether the process that holds a run folder has ended; None if this machine cannot find out.
 
@@ -300,10 +290,10 @@ def _is_gone(holder: Mapping[str, Any], run_dir: Path, *, kernel: bool) -> bool 
     """
     if not holder:
         return None
-    here = holder["place"].split()[0] == _place().split()[0]
+    here = holder["place"].split()[0] == process_scope().split()[0]
     if here and holder["folder"] != run_dir.stat().st_ino:
         return True
-    if holder["place"] == _place():
+    if holder["place"] == process_scope():
         with contextlib.suppress(OSError):
             return began(holder["pid"]) != holder["began"]
         return None

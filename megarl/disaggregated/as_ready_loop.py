@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
     from megarl.runtime.recorder import Recorder
 
-_LOOK_S = 0.1  # seconds between two checks whether a weight update is requested
+_LOOK_S = 0.1  # seconds between two checks whether a weight update is requested, or rewards have arrived
 
 
 def find_buffered_groups(source: Path) -> BufferedGroups | None:
@@ -180,12 +180,16 @@ class AsReadyLoop:
                 generating, scoring = generator.busy, bool(self._scoring)
                 if not (generating or scoring) or (interrupts and self._wanted):
                     break
-                if generating:
+                # on servers `wait` also joins meetings of all replicas, for which rewards may be far too late
+                looks = generating or generator.is_async
+                if looks:
                     with phase("rollout"):
                         groups = generator.wait(self._is_called)
                     if groups:
                         self._score(groups)
-                self._finish_scored(least=0 if generating else 1)
+                if looks and not generating and not self._next_is_scored():
+                    time.sleep(_LOOK_S)
+                self._finish_scored(least=0 if looks else 1)
             generator.interrupt()
         self._swap(version, 0)
 

@@ -39,17 +39,28 @@ _WALL_FACTOR, _WALL_GRACE_S = 4.0, 5.0
 
 
 class RewardHandle:
-    """One submitted batch."""
+    """One submitted batch.
 
-    def __init__(self, samples: list[Sample]) -> None:
-        self.samples = samples
+    Args:
+        limit_s: seconds after the start of scoring at which the batch is late; None: its processes have limits.
+    """
+
+    def __init__(self, samples: list[Sample], limit_s: float | None) -> None:
+        self.samples, self._limit_s = samples, limit_s
         self.outcomes: Future[dict[int, Outcome]] = Future()
         self.started: float | None = None
         self.progress = 0  # samples scored so far in this process
 
     def done(self) -> bool:
-        """Return whether the scores are available."""
-        return self.outcomes.done()
+        """Return whether the runner's `result` returns, or raises an error, without waiting."""
+        return self.outcomes.done() or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        """Whether scoring takes longer than allowed."""
+        if self._limit_s is None or self.started is None:
+            return False
+        return time.monotonic() > self.started + self._limit_s
 
 
 class RewardRunner:
@@ -103,7 +114,7 @@ class RewardRunner:
         """Start scoring. Every sample has `prompt`, `response`, `answer`, ... and `uid`; the list must not change."""
         if self._stuck:
             raise RewardError(self._stuck)
-        handle = RewardHandle(samples)
+        handle = RewardHandle(samples, None if self._scorer is None else self._cfg.timeout_s)
         self._jobs.put(handle)
         return handle
 
@@ -117,9 +128,7 @@ class RewardRunner:
                 break
             except FutureTimeout:
                 beat()  # report progress, as the wait has its own deadline
-                if self._scorer is not None and (
-                    handle.started is not None and time.monotonic() > handle.started + self._cfg.timeout_s
-                ):
+                if handle.is_late:
                     index = min(handle.progress, len(handle.samples) - 1)
                     failure = ScoringFailure(
                         f"the function did not finish within reward.timeout_s = {self._cfg.timeout_s:g}"

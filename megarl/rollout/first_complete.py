@@ -13,11 +13,13 @@ in the run's store instead of waiting for each other, and the order depends on t
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.rollout.engine import ignore_progress
+from megarl.system.progress_watch import ProgressWatch
 
 if TYPE_CHECKING:
     from megarl.data.trajectory import Trajectory
@@ -132,23 +134,40 @@ class _StoreTally(_Tally):
         self._store = layout.world.store()
         round_ = next(_rounds)
         self._keys = [f"complete/{round_}/{name}" for name in ("groups", "required")]
+        every_s = layout.world.deadline_s / 8
+        self._watch = ProgressWatch(
+            self._store, f"complete/{round_}", layout.world, layout.dp_rank, layout.dp_size, every_s
+        )
+        self._reported = -math.inf
 
     def add(self, ended: int, required: int) -> bool:
         """Add this replica's groups to the counters; return whether enough groups are complete over all replicas.
 
         Replicas may see this at different times, but all do, because the counters only grow.
+
+        Raises:
+            WorkerError: another replica has not called this for the world's deadline.
         """
         enough = None
         if self._layout.is_lead:
             counts = [self._store.add(key, n) for key, n in zip(self._keys, (ended, required), strict=True)]
             enough = all(number >= left for number, left in zip(counts, self._left, strict=True))
+            self._look()
         return bool(self._layout.mp_group.broadcast_json(enough))
 
     def close(self) -> None:
         """Delete this round's counters from the store."""
         if self._layout.rank == 0:
-            for key in self._keys:
-                self._store.delete_key(key)
+            self._store.delete(*self._keys)
+            self._watch.delete()
+
+    def _look(self) -> None:
+        """Report progress, and look for stuck replicas, a few times within the deadline."""
+        now = time.monotonic()
+        if now - self._reported >= self._watch.every_s:
+            self._reported = now
+            self._watch.report()
+        self._watch.refuse_stuck()
 
 
 def _window(groups: GroupGenerator, *, by_steps: bool) -> dict[int, list[Trajectory]]:

@@ -34,7 +34,7 @@ from megarl.artifacts import records
 from megarl.artifacts.lock import is_taken
 from megarl.artifacts.records import Needs, read_record
 from megarl.artifacts.run_folder import folder_gone
-from megarl.runtime.machine_beats import BY_MACHINE, LOOK_S, Copier, local_folder, machines_of
+from megarl.runtime.machine_beats import LOOK_S, Copier, local_folder, machines_of, takes_turns
 from megarl.system import tracing
 from megarl.system.credentials import mask
 from megarl.system.errors import MegarlError, UserError, is_full, means_out_of_memory, no_room, text_of
@@ -81,10 +81,10 @@ class Heartbeat:
     def __init__(self, run_dir: Path, rank: int) -> None:
         path, self._copier = _beat_path(run_dir, rank), None
         path.parent.mkdir(parents=True, exist_ok=True)
-        if BY_MACHINE in os.environ:
+        if (turn := takes_turns()) is not None:
             path = local_folder(run_dir) / path.name
             _remove_dead(path.parent)
-            self._copier = Copier(run_dir, int(os.environ.get("LOCAL_RANK", "0")))
+            self._copier = Copier(run_dir, turn)
         self._path = path
         self._host = socket.gethostname()
         self._lock = threading.Lock()

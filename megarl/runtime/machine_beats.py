@@ -25,6 +25,8 @@ import time
 import zlib
 from pathlib import Path
 
+from megarl.system.processes import process_scope
+
 BY_MACHINE = "MEGARL_BEATS_BY_MACHINE"  # environment variable, set for workers of runs on several machines
 _EVERY_S = 1.0
 #: Seconds after which a launcher reads the files of all machines again while nothing fails.
@@ -32,6 +34,7 @@ LOOK_S = 5.0
 _TURN_S = 1.0  # seconds that each rank of a machine waits longer than the one before it until it takes over copying
 _COPIED = "copied"  # local file with the time of the last copy, on the monotonic clock that a machine's processes share
 _TIME = struct.Struct("<d")
+_by_machine = False  # whether this process was started with `BY_MACHINE`
 
 
 def local_folder(run_dir: Path) -> Path:
@@ -40,8 +43,8 @@ def local_folder(run_dir: Path) -> Path:
     Raises:
         OSError: a folder of this name belongs to another user.
     """
-    # by host, because machines may share the folder of temporary files, and heartbeats have ids of local processes
-    key = socket.gethostname().encode() + b"\0" + os.fsencode(run_dir.resolve())
+    # by machine, because machines may share the folder of temporary files, and heartbeats have ids of local processes
+    key = _machine().encode() + b"\0" + os.fsencode(run_dir.resolve())
     name = hashlib.sha256(key).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"megarl-beats-{os.geteuid()}-{name}"
     with contextlib.suppress(FileExistsError):
@@ -49,6 +52,22 @@ def local_folder(run_dir: Path) -> Path:
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
         raise OSError(f"the folder for heartbeats belongs to another user: {folder}; remove it, or set TMPDIR")
     return folder
+
+
+def _machine() -> str:
+    """Return a name that no other machine of the run has, even if their host names are equal, as in cloned images."""
+    host = socket.gethostname()
+    return f"{host}-{hashlib.sha256(f'{host} {process_scope()}'.encode()).hexdigest()[:12]}"
+
+
+def takes_turns() -> int | None:
+    """Return this rank's number on its machine if its heartbeats go to the machine's file; None: to its own file.
+
+    Processes that this one starts do not inherit the setting: they may launch runs of their own.
+    """
+    global _by_machine
+    _by_machine = os.environ.pop(BY_MACHINE, None) is not None or _by_machine
+    return int(os.environ.get("LOCAL_RANK", "0")) if _by_machine else None
 
 
 class Copier:
@@ -61,7 +80,7 @@ class Copier:
 
     def __init__(self, run_dir: Path, turn: int) -> None:
         self._run_dir, self._folder = run_dir, local_folder(run_dir)
-        self._target = run_dir / "heartbeats" / f"machine_{socket.gethostname()}"
+        self._target = run_dir / "heartbeats" / f"machine_{_machine()}"
         self._wait_s = _EVERY_S + _TURN_S * turn
         threading.Thread(target=self._keep_copying, name="copy-beats", daemon=True).start()
 
@@ -131,6 +150,11 @@ class MachineBeats:
                 data = _whole(self._local / f"rank_{rank}")
                 return [] if data is None else [data]
         return self._blocks.get(rank, [])
+
+    def is_here(self, rank: int) -> bool:
+        """Return whether a rank has sent its heartbeats on this machine."""
+        self._refresh(LOOK_S)
+        return rank in self._here
 
     def log_size(self, rank: int) -> int | None:
         """Return the size in bytes of a rank's log, as its machine last reported it; None: not reported."""

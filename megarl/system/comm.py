@@ -29,6 +29,7 @@ from megarl.system.errors import WorkerError
 from megarl.system.metric_table import MetricTable
 from megarl.system.metrics import Metrics
 from megarl.system.processes import LOOPBACK, address_towards
+from megarl.system.store import SharedStore
 
 share_devices()
 
@@ -103,11 +104,13 @@ class WorkerGroup:
             dist.destroy_process_group(self._process_group)
             self._process_group = None
 
-    def store(self) -> dist.Store:
+    def store(self) -> SharedStore:
         """Return the key-value store of the team's world, which a thread of the world's rank 0 serves. All groups share
         this store, so each user begins its keys with a name of its own.
         """
-        return dist.PrefixStore("megarl", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore("megarl", dist.distributed_c10d._get_default_store())
+        who = f"{self._member(self.rank)} of {self.name}"
+        return SharedStore(store, who, f"{self.deadline_s:g} s, cluster.timeout_s")
 
     # -- tensors, in place --------------------------------------------------------------------------------------------
 
@@ -211,7 +214,7 @@ class WorkerGroup:
         Ranks may have metrics of different names; a rank without samples has none.
 
         Names are exchanged once (`MetricTable`). Later calls move 32 bytes per name up and down a tree of ranks. Raise
-        ValueError on every rank if ranks use a name with different reductions.
+        ValueError on every rank if ranks have a name with different reductions.
         """
         if self.size == 1:
             return Metrics.from_json(metrics.to_json())

@@ -16,13 +16,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from megarl.system import tracing
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import WorkerError
+from megarl.system.progress_watch import ProgressWatch
 
 _LOOK_S = 0.2  # seconds between two checks whether the next meeting was called
 _REPORT_S = 5.0  # longest time in seconds between two reports of progress
@@ -40,17 +38,24 @@ class Meetings:
     """
 
     def __init__(self, world: WorkerGroup, party: int | None = 0, parties: int = 1) -> None:
-        self._world, self._party, self._parties = world, party, parties
+        self._party, self._parties, self._is_first = party, parties, world.rank == 0
         self._prefix, self._next = f"meetings/{next(_numbers)}", 0
         self._store = world.store() if world.size > 1 else None
         self._called = self._arrived = self._watches = False
-        self._looked = self._watched = 0.0
+        self._looked = 0.0
         self._beats = 0
-        self._seen: dict[int, tuple[int, float]] = {}  # party -> number of its last report, and when it came
-        self._every_s = min(_REPORT_S, world.deadline_s / 8)
-        if self._store is not None and party is not None:
-            tracing.on_change(self._beat)
-            threading.Thread(target=self._report, name="meetings", daemon=True).start()
+        self._closed = threading.Event()
+        if self._store is not None:
+            every_s = min(_REPORT_S, world.deadline_s / 8)
+            self._watch = ProgressWatch(self._store, self._prefix, world, party, parties, every_s)
+            if party is not None:
+                tracing.on_change(self._beat)
+                threading.Thread(target=self._report, name="meetings", daemon=True).start()
+
+    def close(self) -> None:
+        """Report no more progress: this rank joins no further meeting. Not collective."""
+        self._closed.set()
+        tracing.off_change(self._beat)
 
     def call(self) -> None:
         """Call the next meeting, which all ranks will join; does nothing if a rank has called it already."""
@@ -77,34 +82,33 @@ class Meetings:
         ranks has been called. The caller repeats this until the result is True, and then joins the meeting.
 
         Raises:
-            WorkerError: a party that is not idle has made no progress for the world's deadline.
+            WorkerError: a party that is not idle has made no progress for the world's deadline, or the store is gone.
         """
         if self._store is None or self._called:
             self._called = True
             return True
         if not self._arrived:
-            self._arrived, self._seen = True, {}
+            self._arrived = True
+            self._watch.start()
             self._store.set(self._key(f"idle/{self._party}"), "")
             arrived = self._store.add(self._key("idle"), 1)
             self._watches = arrived == 1
             if arrived == self._parties:
                 self.call()
                 return True
-        try:
-            self._store.wait([self._key("called")], timedelta(seconds=_LOOK_S))
-            self._called = True
-        except dist.DistStoreError:  # not called within _LOOK_S
-            if self._watches:
-                self._refuse_stuck(self._store)
+        self._called = self._store.has(self._key("called"), _LOOK_S)
+        if self._watches and not self._called:
+            store = self._store
+            self._watch.refuse_stuck(lambda party: store.check([self._key(f"idle/{party}")]))
         return self._called
 
     def begin(self) -> None:
         """Begin the meeting of all ranks that was called: from now on, `call` calls the meeting after it. Every rank
         makes this call."""
-        if self._store is not None and self._world.rank == 0:
-            for name in ("called", "idle", *(f"idle/{party}" for party in range(self._parties))):
-                # keys of the previous meeting, which every rank has joined
-                self._store.delete_key(f"{self._prefix}/{self._next - 1}/{name}")
+        if self._store is not None and self._is_first:
+            names = ("called", "idle", *(f"idle/{party}" for party in range(self._parties)))
+            # keys of the previous meeting, which every rank has joined
+            self._store.delete(*(f"{self._prefix}/{self._next - 1}/{name}" for name in names))
         self._next += 1
         self._called = self._arrived = False
 
@@ -119,36 +123,13 @@ class Meetings:
     def _report(self) -> None:
         """Report to the store every few seconds, in a thread: this party's phase, and a counter that grows only if the
         party made progress."""
-        assert self._store is not None
         before = -1
-        while True:
+        while not self._closed.is_set():
             beats = self._beats
             try:
                 if beats != before:
-                    where = f"rank {self._world.ranks[self._world.rank]} in phase {tracing.current()}"
-                    self._store.set(f"{self._prefix}/where/{self._party}", where)
-                    self._store.add(f"{self._prefix}/progress/{self._party}", 1)
-            except RuntimeError:  # the store is gone: the main thread's next call raises an error
+                    self._watch.report()
+            except WorkerError:  # the store is gone: the main thread's next call raises an error
                 return
             before = beats
-            time.sleep(self._every_s)
-
-    def _refuse_stuck(self, store: dist.Store) -> None:
-        """Raise WorkerError if a party (a rank or a replica) that is not idle has made no progress for longer than the
-        deadline."""
-        now, limit_s = time.monotonic(), self._world.deadline_s
-        if now - self._watched < self._every_s:
-            return
-        self._watched = now
-        for party in range(self._parties):
-            count = store.add(f"{self._prefix}/progress/{party}", 0)
-            if party not in self._seen or count != self._seen[party][0]:
-                self._seen[party] = count, now
-        late = [party for party, (_, since) in self._seen.items() if now - since > limit_s]
-        if late := [party for party in late if not store.check([self._key(f"idle/{party}")])]:
-            where = [f"{self._prefix}/where/{party}" for party in late[:16]]
-            others = ", ".join(store.get(key).decode() for key in where if store.check([key]))
-            raise WorkerError(
-                f"rank {self._world.ranks[self._world.rank]} of {self._world.name} timed out waiting in phase "
-                f"{tracing.current()}: no progress for {limit_s:g} s (cluster.timeout_s) of {others}"
-            )
+            self._closed.wait(self._watch.every_s)

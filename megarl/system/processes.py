@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import random
@@ -200,6 +201,16 @@ def _counter(file: Path, name: str) -> int:
             if line.startswith(f"{name} "):
                 return int(line.split()[1])
     return 0
+
+
+@functools.cache
+def process_scope() -> str:
+    """Return the scope within which a process id is unique: this boot of this machine, and its pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{socket.gethostname()} 0"
 
 
 def identity() -> dict[str, Any]:

@@ -69,6 +69,12 @@ def on_change(callback: Callable[[str], None]) -> None:
     _on_change.append(callback)
 
 
+def off_change(callback: Callable[[str], None]) -> None:
+    """Call `callback` no more; a second call does nothing."""
+    with contextlib.suppress(ValueError):
+        _on_change.remove(callback)
+
+
 def show_phases(ranges: Ranges | None) -> None:
     """Open a range of a profiler for every phase that opens from now on; None: open none."""
     global _ranges
@@ -77,7 +83,7 @@ def show_phases(ranges: Ranges | None) -> None:
 
 def beat() -> None:
     """Report to the launcher that long work inside a phase makes progress. Takes microseconds, from any thread."""
-    for callback in _on_change:
+    for callback in list(_on_change):  # another thread may remove one
         callback(current())
 
 

@@ -86,8 +86,21 @@ def test_a_name_that_the_table_lacks_shows_in_every_row():
     row = table.row(known)
     table.combine(row, table.row(more))
     assert table.metrics(row) is None
-    with pytest.raises(ValueError, match="'a' was declared 'sum' and is now used as 'max'"):
-        table.add([("a", "max")])
+
+
+def test_a_name_may_get_another_reduction_in_a_later_step_but_not_differ_between_ranks():
+    table, before, after = MetricTable(), Metrics(), Metrics()
+    before.sum("a", 1)
+    after.max("a", 2)
+    for bag in (before, after):
+        table.add(table.unknown(bag))
+        reduced = table.metrics(table.row(bag))
+        assert reduced is not None
+        assert reduced.to_json() == bag.to_json()
+    row = table.row(before)
+    table.combine(row, table.row(after))
+    with pytest.raises(ValueError, match="metric 'a' is reduced by 'sum' on some ranks and by 'max' on others"):
+        table.metrics(row)
 
 
 def _reductions(ranks: int) -> dict:
@@ -118,7 +131,7 @@ def test_ranks_exchange_names_of_metrics_once():
         assert result["late"] == {"tokens": 2.0, "late": 1.0}
         assert len(result["gathers"]) == 3  # the first reduction, the new name, the refused one
         assert result["gathers"][1] == (rank == 0)
-        assert result["refused"] == "metric 'tokens' was declared 'sum' and is now used as 'max'"
+        assert result["refused"] == "metric 'tokens' is reduced by 'sum' on some ranks and by 'max' on others"
 
 
 def exchange() -> dict:

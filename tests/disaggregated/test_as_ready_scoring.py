@@ -29,7 +29,7 @@ LIMIT_S = 30.0
 class Stream:
     """Draws a token of every group at a time; group k is over after `lengths[k]` tokens."""
 
-    free = 8
+    free, is_async = 8, False
 
     def __init__(self, lengths: dict[int, int], after_token: Callable[[int], None]) -> None:
         self._left, self._after, self.tokens = dict(lengths), after_token, 0
@@ -165,6 +165,32 @@ def test_rewards_that_come_last_are_waited_for(monkeypatch):
     run.steps.scored.run = come  # type: ignore[method-assign]
     run.draw({0: 2, 1: 9}, lambda token: None)
     assert run.told == [(0, 9), (1, 9)], "nothing else is left to be drawn"
+
+
+def test_on_servers_a_replica_looks_for_meetings_while_only_rewards_are_left(monkeypatch):
+    run, looks = Run(monkeypatch), 0
+    run.rewards[1].set_result(1.0)
+    run.stream = Stream({0: 2, 1: 9}, lambda token: None)
+    run.stream.is_async = True
+    wait = run.stream.wait
+
+    def look(enough: Callable[[], bool]) -> list[tuple[int, list[Any]]]:
+        nonlocal looks
+        looks += not run.stream.busy
+        if looks == 3:
+            run.rewards[0].set_result(1.0)
+        return wait(enough)
+
+    run.stream.wait = look  # type: ignore[method-assign]
+    waits = run.steps.scored.run
+
+    def arrived(context: Any, batch: Batch) -> Batch:
+        assert all(run.rewards[number].done() for number in batch["uid"]), "it blocks, and misses a meeting"
+        return waits(context, batch)
+
+    run.steps.scored.run = arrived  # type: ignore[method-assign]
+    run.steps._generate(run.stream, 0)  # type: ignore[arg-type]
+    assert (looks, run.told) == (3, [(0, 9), (1, 9)])
 
 
 def test_an_interrupt_does_not_wait_for_rewards_and_a_checkpoint_does(monkeypatch):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megarl.data.trajectory import PLAIN, Trajectory
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
-from megarl.rollout.first_complete import Complete, first_complete
+from megarl.rollout.first_complete import Complete, _StoreTally, first_complete
 from megarl.rollout.groups import Group, GroupGenerator
 from megarl.system.comm import WorkerGroup
+from megarl.system.errors import WorkerError
+from megarl.system.store import SharedStore
+from megarl.system.tracing import phase
 from tests.envs.playing import rules_of
 from tests.rollout.scripted import ScriptedEngine, rule
 from tests.rollout.test_groups import EOS, MOST, SAMPLING, group, scripted, seeds_of
@@ -138,3 +143,30 @@ def test_by_the_clock_a_slow_environment_delays_its_own_group_and_a_dropped_one_
     assert list(both.trajectories) == [3, 4], "every round of turns waits for all environments"
     groups.close()
     host.close()
+
+
+def test_replicas_on_servers_name_one_that_counts_no_more(monkeypatch):
+    """Two replicas in one process: the second one counts once, and then hangs."""
+    store = SharedStore(dist.HashStore(), "rank 0 of the world", "60 s")
+    alone, tallies = WorkerGroup.alone(), []
+    for rank in (0, 1):
+        monkeypatch.setattr("megarl.rollout.first_complete._rounds", itertools.count(7))
+        world: Any = SimpleNamespace(name="the world", rank=rank, ranks=(0, 1), deadline_s=0.3, store=lambda: store)
+        layout: Any = SimpleNamespace(world=world, mp_group=alone, rank=rank, is_lead=True, dp_rank=rank, dp_size=2)
+        tallies.append(_StoreTally(layout, (2, 0)))
+    assert not tallies[1].add(0, 0)
+
+    def go_on() -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            tallies[0].add(0, 0)
+            time.sleep(0.02)
+
+    with (
+        phase("rollout"),
+        pytest.raises(WorkerError, match=r"rank 0 of the world timed out .* phase rollout: ") as late,
+    ):
+        go_on()
+    assert str(late.value).endswith("of rank 1 in phase idle")
+    tallies[0].close()
+    assert not any(store.check([f"complete/7/{key}"]) for key in ("groups", "required", "progress/1", "where/1"))

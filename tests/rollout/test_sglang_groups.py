@@ -177,7 +177,7 @@ def run_rounds(urls: list[str]) -> Any:
     world = team_world(120)
     replica = [world.subgroup([rank], "the replica") for rank in range(2)][world.rank]
     layout: Any = SimpleNamespace(
-        dp_group=world, mp_group=replica, world=world, rank=world.rank, is_lead=True, dp_size=2
+        dp_group=world, mp_group=replica, world=world, rank=world.rank, is_lead=True, dp_rank=world.rank, dp_size=2
     )
     stream = GroupGenerator(
         make_engine(urls, Replica(world.rank, 2, replica, world), world.rank == 0), SAMPLING, [], 4, 100

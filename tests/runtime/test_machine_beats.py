@@ -22,6 +22,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     monkeypatch.setenv(BY_MACHINE, "1")
     monkeypatch.setattr(machine_beats.Copier, "_keep_copying", lambda copier: None)
     monkeypatch.setattr(machine_beats, "_views", {})
+    monkeypatch.setattr(machine_beats, "_by_machine", False)
 
     def move(name: str) -> None:
         (tmp_path / name).mkdir(exist_ok=True)
@@ -109,6 +110,25 @@ def test_machines_that_share_the_folder_of_temporary_files_keep_their_own_ranks(
     monkeypatch.setattr(machine_beats.socket, "gethostname", lambda: "near")
     Heartbeat(tmp_path, 0)
     assert far._path.is_file()
+
+
+def test_machines_with_one_host_name_keep_their_own_files(tmp_path, machine, monkeypatch):
+    first = Heartbeat(tmp_path, 5)
+    first._copier.copy()
+    monkeypatch.setattr(machine_beats, "process_scope", lambda: "another machine")
+    second = Heartbeat(tmp_path, 0)
+    second._copier.copy()
+    assert first._path.parent != second._path.parent
+    assert len([*(tmp_path / "heartbeats").glob("machine_*")]) == 2
+    machine_beats.watch_machines(tmp_path)
+    assert None not in [read_beat(tmp_path, rank) for rank in (0, 5)]
+    assert [machine_beats.machines_of(tmp_path).is_here(rank) for rank in (0, 5)] == [True, False]
+
+
+def test_what_a_rank_starts_does_not_inherit_that_machines_copy(tmp_path, machine):
+    Heartbeat(tmp_path, 0)
+    assert BY_MACHINE not in os.environ
+    assert Heartbeat(tmp_path, 1)._copier is not None, "the rank itself goes on"
 
 
 def test_a_rank_that_moved_is_read_from_where_it_is(tmp_path, machine):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megarl.system import tracing
 from megarl.system.comm import WorkerGroup, team_world
 from megarl.system.errors import WorkerError
 from megarl.system.meetings import Meetings
+from megarl.system.store import SharedStore
 
 
 def test_a_rank_alone_meets_as_soon_as_it_is_idle_or_calls():
@@ -21,6 +25,33 @@ def test_a_rank_alone_meets_as_soon_as_it_is_idle_or_calls():
     assert not meetings.is_called()
     meetings.call()
     assert meetings.is_called()
+
+
+def alike(store: SharedStore, rank: int) -> Meetings:
+    """One party's view of the same meetings of two, each of one rank."""
+    world: Any = SimpleNamespace(
+        size=2, rank=rank, ranks=(0, 1), name="the world", deadline_s=60.0, store=lambda: store
+    )
+    meetings = Meetings(world, rank, 2)
+    meetings._prefix = "meetings/same"
+    return meetings
+
+
+def test_meetings_leave_no_keys_and_a_closed_one_no_thread():
+    keys, callbacks, threads = dist.HashStore(), len(tracing._on_change), threading.active_count()
+    store = SharedStore(keys, "rank 0 of the world", "60 s")
+    parties, counts = [alike(store, rank) for rank in (0, 1)], []
+    for _ in range(5):
+        assert [party.await_call() for party in parties] == [False, True]
+        assert parties[0].is_called() or parties[0].await_call()
+        for party in parties:
+            party.begin()
+        counts.append(keys.num_keys())
+    assert len(set(counts[1:])) == 1, counts
+    for party in parties:
+        party.close()
+    assert len(tracing._on_change) == callbacks
+    _until(lambda: threading.active_count() == threads)
 
 
 def _until(condition: Any) -> None:
@@ -52,7 +83,7 @@ def _meet() -> dict[str, Any]:
 
 def _stuck(world: WorkerGroup, meetings: Meetings) -> str:
     """What rank 0 raises, which is idle while rank 1 makes no progress in its phase."""
-    meetings._every_s = 0.05
+    meetings._watch.every_s = 0.05
     with tracing.phase("probe"):
         world.barrier()
         text = ""

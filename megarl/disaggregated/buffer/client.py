@@ -19,9 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -29,13 +28,13 @@ from megarl.disaggregated.buffer.core import RUN_AGAIN, GroupInfo, HandoverError
 from megarl.disaggregated.buffer.progress import Ping
 from megarl.disaggregated.buffer.team_progress import TeamProgress
 from megarl.system import tracing
+from megarl.system.errors import WorkerError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
     from megarl.data.wire import Block, Span
     from megarl.disaggregated.buffer.flow import Finished, FlowGroup
     from megarl.system.comm import WorkerGroup
+    from megarl.system.store import SharedStore
 
 _SLICE_S = 5.0  # seconds of the longest call that waits, and between two pings
 _AGAIN_S = 0.5  # seconds between two attempts of a call
@@ -65,7 +64,7 @@ class BufferClient:
         self._changes = 0
         self._waits_for = ""
         self._together: TeamProgress | None = None
-        self._store: Store | None = None  # store of the team's world; None before `join_team`
+        self._store: SharedStore | None = None  # store of the team's world; None before `join_team`
         self._size = 1
         self._passed_on: deque[str] = deque()
         self._awaited, self._awaiting = "", None  # name of the message that `has_arrived` awaits, and the call for it
@@ -119,8 +118,6 @@ class BufferClient:
         that waits longer than the deadline calls the buffer itself, because the buffer's error names the team that
         makes no progress.
         """
-        from torch.distributed import DistStoreError
-
         if self._store is None:
             return self.read(name)
         if self.rank == 0:
@@ -128,13 +125,12 @@ class BufferClient:
             self._store.set(f"mail/{name}", text)
             self._passed_on.append(name)
             if len(self._passed_on) > _PASSED_ON:
-                self._store.delete_key(f"mail/{self._passed_on.popleft()}")
+                self._store.delete(f"mail/{self._passed_on.popleft()}")
             return text
-        end, limit = time.monotonic() + self._deadline_s, timedelta(seconds=self._every_s)
+        end = time.monotonic() + self._deadline_s
         with self._waiting(f"mail {name!r} from the first worker of the team"):
             while time.monotonic() < end:
-                with suppress(DistStoreError):  # no message within `limit`
-                    self._store.wait([f"mail/{name}"], limit)
+                if self._store.has(f"mail/{name}", self._every_s):
                     return self._store.get(f"mail/{name}").decode()
         return self.read(name)
 
@@ -241,6 +237,7 @@ class BufferClient:
         if self._store is None:
             self._change(f"record that step {step} is done", "done", self.team, self.rank, step)
         elif self._store.add(f"done/{step}", 1) == self._size:
+            self._store.delete(f"done/{step}")
             self._change(f"record that step {step} is done", "done", self.team, None, step)
 
     # -- groups that are handed over when they are finished ------------------------------------------------------------
@@ -417,7 +414,7 @@ class BufferClient:
             time.sleep(self._every_s)
             try:
                 self._ping()
-            except RuntimeError:  # the team's store is gone, as its first worker has ended
+            except WorkerError:  # the team's store is gone, as its first worker has ended
                 return
             except HandoverError as error:  # not raised here: the next call of the worker's own thread raises it too
                 if not isinstance(error.__cause__, ray.exceptions.GetTimeoutError):

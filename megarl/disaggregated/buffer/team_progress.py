@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megarl.disaggregated.buffer.progress import Ping
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from megarl.system.store import SharedStore
 
 
 class TeamProgress:
@@ -22,7 +22,7 @@ class TeamProgress:
         size: number of workers of the team.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: SharedStore, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._missing, self._known = list(range(size)), dict[int, str]()
 
@@ -35,8 +35,8 @@ class TeamProgress:
         if self._missing and self._store.check([_key(rank) for rank in self._missing]):
             self._missing = []
         self._missing = [rank for rank in self._missing if not self._store.check([_key(rank)])]
-        ranks = [rank for rank in range(self._size) if rank not in self._missing]  # multi_get waits for missing keys
-        texts = [text.decode() for text in self._store.multi_get([_key(rank) for rank in ranks])] if ranks else []
+        ranks = [rank for rank in range(self._size) if rank not in self._missing]  # get_all waits for missing keys
+        texts = [text.decode() for text in self._store.get_all([_key(rank) for rank in ranks])]
         new = {rank: text for rank, text in zip(ranks, texts, strict=True) if self._known.get(rank) != text}
         self._known |= new
         return {rank: Ping(*json.loads(text)) for rank, text in new.items()}

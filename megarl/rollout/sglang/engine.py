@@ -218,6 +218,10 @@ class SglangEngine:
         sharing = -(-self.replica.count // total)
         return self.replica.index // total * self.config.attention_dp // sharing
 
+    def close(self) -> None:
+        """Join no further meeting. Not collective."""
+        self.meetings.close()
+
     def servers(self) -> dict[int, ServerApi]:
         """Return the servers to which this replica may send requests now, by number.
 

@@ -81,6 +81,7 @@ class OwnServers(WeightLink):
         with contextlib.ExitStack() as stack:
             stack.callback(self.fleet.close)
             stack.callback(self.sync.close)
+            stack.callback(self.engine.close)
 
 
 class PumpedServers(WeightLink):
@@ -117,6 +118,7 @@ class PumpedServers(WeightLink):
 
     def close(self) -> None:
         """Stop the run's servers."""
+        self.engine.close()
         self.fleet.close()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.sync.shards.boxes import RankStorage
-from megarl.sync.shards.hashes import box_hash
+from megarl.sync.shards.hashes import box_hash, numbers_of
 from megarl.sync.shards.program import TransferProgram
 
 Hashes = dict[str, dict[str, int]]  # "server/rank" -> parameter -> hash modulo 2**64
@@ -31,8 +31,9 @@ def sent_hashes(
         servers: storage of each rank of each server.
         skipped: numbers of servers to leave out.
     """
-    sums: Hashes = {}
     links, targets, left_out = program.links, program.targets, set(skipped)
+    places: list[tuple[str, str]] = []
+    values: list[Tensor] = []
     for row in range(len(targets)):
         server, rank, link = int(targets.server[row]), int(targets.rank[row]), int(targets.link[row])
         if server in left_out:
@@ -42,8 +43,11 @@ def sent_hashes(
         shape = (links.hi[link] - links.lo[link]).tolist()
         part = whole.as_strided(shape, links.strides[link].tolist(), whole.storage_offset() + int(links.offset[link]))
         cast = part.to(getattr(torch, str(table.dtypes[number])))
-        value = int(box_hash(cast, int(targets.offset[row]), targets.strides[row].tolist()))
-        of_rank, name = sums.setdefault(f"{server}/{rank}", {}), str(table.names[number])
+        values.append(box_hash(cast, int(targets.offset[row]), targets.strides[row].tolist()))
+        places.append((f"{server}/{rank}", str(table.names[number])))
+    sums: Hashes = {}
+    for (of, name), value in zip(places, numbers_of(values), strict=True):
+        of_rank = sums.setdefault(of, {})
         of_rank[name] = (of_rank.get(name, 0) + value) % _MODULUS
     return sums
 

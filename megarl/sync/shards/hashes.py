@@ -51,6 +51,11 @@ def parameter_hash(parameter: Tensor) -> Tensor:
     return box_hash(parameter.detach().flatten(), 0, (1,))
 
 
+def numbers_of(hashes: Sequence[Tensor]) -> list[int]:
+    """Return hashes as numbers below 2**64. The host waits for the device once, not for each hash."""
+    return [number % (1 << 64) for number in torch.stack(list(hashes)).tolist()] if hashes else []
+
+
 def _places(shape: Sequence[int], offset: int, strides: Sequence[int], like: Tensor) -> Tensor:
     """Return the place of each element of a part in its parameter's memory, in elements: int64 [*shape]."""
     places = torch.full((1,) * len(shape), offset, dtype=torch.int64, device=like.device)

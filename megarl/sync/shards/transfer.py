@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -41,7 +41,8 @@ from megarl.sync.shards.table import pack
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ServerError, WorkerError
 from megarl.system.processes import address_towards
-from megarl.system.tracing import beat
+from megarl.system.store import SharedStore
+from megarl.system.tracing import beat, current
 
 _READY_S = 30.0  # seconds within which all ranks of a cell must be ready; else the update leaves the cell out
 _QUIET_S = 10.0  # seconds without a heartbeat after which a rank counts as gone; it sends two a second during rounds
@@ -108,6 +109,15 @@ class _Plan:
     program: TransferProgram  # this rank's part of `update`
     update: UpdatePlan
 
+    def program_keys(self, prefix: str) -> list[str]:
+        """Return the keys of the receivers' parts in the store."""
+        servers = {server: ranks for cell in self.cells.values() for server, ranks in cell.servers.items()}
+        return [_program_key(prefix, self.name, server, rank) for server in servers for rank in range(servers[server])]
+
+
+def _program_key(prefix: str, program: str, server: int, rank: int) -> str:
+    return f"{prefix}/program/{program}/{server}/{rank}"
+
 
 class ShardTransfer:
     """Sends this trainer rank's boxes (rectangular parts of tensors) to receivers.
@@ -133,7 +143,8 @@ class ShardTransfer:
     ) -> None:
         self.own, self.planner, self.world, self.prefix, self.timeout_s = own, planner, world, prefix, timeout_s
         self.address = address
-        self._store: dist.TCPStore | None = None
+        self._store: SharedStore | None = None
+        self._last: list[str] = []  # keys of the last update that this rank deletes: of receivers that it led
         self._place = ("", 0)
         self._described: dict[str, _Described] = {}  # receiver's address -> its ranks' storages and machines
         self._plans: dict[tuple[str, ...], _Plan] = {}  # only that of the last set of receivers, by their addresses
@@ -166,6 +177,8 @@ class ShardTransfer:
         store = self._meet(receivers)
         self._describe(receivers, led, report)
         failed = {number for part in self.world.all_gather_json([*report.failed]) for number in part}
+        store.delete(*self._last)  # all ranks have left the update before
+        self._last = []
         receivers = [receiver for receiver in receivers if receiver.number not in failed]
         if receivers:
             plan = self._plan(store, receivers)
@@ -177,8 +190,8 @@ class ShardTransfer:
         report.send_s += time.perf_counter() - start
 
     @property
-    def store(self) -> dist.Store:
-        """The TCPStore of the first trainer rank, through which the trainer and receivers exchange messages.
+    def store(self) -> SharedStore:
+        """The store of the first trainer rank, through which the trainer and receivers exchange messages.
 
         Raises:
             ValueError: no update has begun.
@@ -205,42 +218,55 @@ class ShardTransfer:
             abort(group)
         self._groups.clear()
 
-    def _meet(self, receivers: Sequence[ShardReceiver]) -> dist.TCPStore:
+    def _meet(self, receivers: Sequence[ShardReceiver]) -> SharedStore:
         """Return the store of the first trainer rank; create it at the first update, and write the tensors to it."""
         if self._store is not None:
             return self._store
-        limit, problem = datetime.timedelta(seconds=self.timeout_s), None
+        problem, store = None, None
         place: list[str | int] = ["", 0]
         if self.world.rank == 0:
             try:
-                place = self._listen(receivers, limit)
+                place, store = self._listen(receivers)
             except (OSError, RuntimeError) as error:
                 problem = f"cannot listen for ranks of servers (sync.address): {error}"
         problem, place = self.world.broadcast_json([problem, place])
         if problem is not None:
             raise WorkerError(problem)
         self._place = (str(place[0]), int(place[1]))
-        if self._store is None:
-            self._store = dist.TCPStore(*self._place, is_master=False, timeout=limit, wait_for_workers=False)
+        who = f"trainer rank {self.world.rank}"
+        if store is None:
+            try:
+                store = dist.TCPStore(*self._place, is_master=False, timeout=self._limit, wait_for_workers=False)
+            except RuntimeError as error:
+                raise WorkerError(
+                    f"{who} cannot connect to rank 0 at {self._place} for an update of weights, in phase "
+                    f"{current()}: {error}"
+                ) from error
+        self._store = SharedStore(store, who, f"{self.timeout_s:g} s, sync.timeout_s")
         sizes = [",".join(map(str, shape)) for shape in self.own.shapes]
         if self.world.rank == 0:
             tables = self.own.tensors.arrays("tensors") | {"tensors.sizes": np.array(sizes, np.str_)}
-            self._store.set(f"{self.prefix}/tensors", pack(tables))  # type: ignore[arg-type]  # str in torch's stub
+            self._store.set(f"{self.prefix}/tensors", pack(tables))
         return self._store
 
-    def _listen(self, receivers: Sequence[ShardReceiver], limit: datetime.timedelta) -> list[str | int]:
+    @property
+    def _limit(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.timeout_s)
+
+    def _listen(self, receivers: Sequence[ShardReceiver]) -> tuple[list[str | int], dist.TCPStore]:
+        """Return the address and port of a new store in this process, and the store."""
         address = self.address or address_towards(urlsplit(receivers[0].url).hostname or "")
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
+        store = dist.TCPStore(
             address,
             port,
             is_master=True,
-            timeout=limit,
+            timeout=self._limit,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        return [address, port]
+        return [address, port], store
 
     def _describe(self, receivers: Sequence[ShardReceiver], led: Container[int], report: SyncReport) -> None:
         """Make every new receiver describe how it stores the model, and read the descriptions from the store.
@@ -256,8 +282,11 @@ class ShardTransfer:
             if receiver.number in led
         }
         refused = []
+        wait(calls.values(), self.timeout_s + _GRACE_S)
         for number, call in calls.items():
-            error = call.exception()
+            receiver = next(each for each in new if each.number == number)
+            late = failure(receiver, step.phase, f"no answer within {self.timeout_s:g} s (sync.timeout_s)")
+            error = call.exception() if call.done() else late
             if isinstance(error, ServerError):
                 report.failed[number] = str(error)
                 refused += [str(error)] if error.status == _ANSWERED else []
@@ -278,7 +307,7 @@ class ShardTransfer:
     def _meeting(self, number: int) -> ShardMeeting:
         return ShardMeeting(self._place, self.prefix, number, self.timeout_s)
 
-    def _plan(self, store: dist.TCPStore, receivers: Sequence[ShardReceiver]) -> _Plan:
+    def _plan(self, store: SharedStore, receivers: Sequence[ShardReceiver]) -> _Plan:
         """Return the plan for these receivers; reuse the last one if receivers and parameter addresses are the same."""
         key = tuple(receiver.url for receiver in receivers)
         names = self.own.storages[self.world.rank].parameters.names.tolist()
@@ -287,28 +316,49 @@ class ShardTransfer:
         known = self._plans.get(key)
         if known is not None and known.addresses == addresses:
             return known
+        former = list(self._plans.values())
         self._plans.clear()
         update = self._planned(receivers) if known is None else known.update
         digest = update.digest if known is None else known.name
-        if known is None and len(set(self.world.all_gather_json(digest))) > 1:
-            raise WorkerError(
-                "the trainer's ranks have planned different weight updates, an error in megarl; report it, and set "
-                "sync.transport=distributed"
-            )
         if known is not None:
             cells, cell_of = known.cells, known.cell_of
         else:  # a new plan needs new group names, because the store still has the keys of former groups
             name = f"megarl-{self.prefix}-{self._updates}"
             cells, cell_of = _cells(update, [receiver.layout.ranks for receiver in receivers], name, key)
-        if self.world.rank == 0 and known is None:
-            for place, receiver in enumerate(receivers):
-                for rank in range(receiver.layout.ranks):
-                    part = update.program(receiver=(place, rank))
-                    store.set(f"{self.prefix}/program/{digest}/{place}/{rank}", part.encode())  # type: ignore[arg-type]
+            self._write_programs(store, former, update, digest, receivers)
         program = update.program(sender=self.world.rank)
         rounds = rounds_of_sender(program.arrays(), parameters, self.own.tensors.dtypes.tolist())
         self._plans[key] = plan = _Plan(digest, cells, cell_of, rounds, parameters, addresses, program, update)
         return plan
+
+    def _write_programs(
+        self,
+        store: SharedStore,
+        former: Sequence[_Plan],
+        update: UpdatePlan,
+        name: str,
+        receivers: Sequence[ShardReceiver],
+    ) -> None:
+        """Write the receivers' parts of a plan, each rank as many as the others, and delete those of the former plan.
+        Return when all are written, so that the time in which receivers have to begin starts then. Collective.
+
+        Raises:
+            WorkerError: the ranks have different plans.
+        """
+        if self.world.rank == 0:
+            for plan in former:
+                store.delete(*plan.program_keys(self.prefix))
+        names = self.world.all_gather_json(name)
+        if len(set(names)) > 1:
+            raise WorkerError(
+                "the trainer's ranks have planned different weight updates, an error in megarl; report it, and set "
+                "sync.transport=distributed"
+            )
+        ranks = [(place, rank) for place, receiver in enumerate(receivers) for rank in range(receiver.layout.ranks)]
+        for place, rank in ranks[self.world.rank :: self.world.size]:
+            part = update.program(receiver=(place, rank))
+            store.set(_program_key(self.prefix, name, place, rank), part.encode())
+        self.world.barrier()
 
     def _planned(self, receivers: Sequence[ShardReceiver]) -> UpdatePlan:
         same: dict[str, RankStorage] = {}
@@ -355,9 +405,11 @@ class ShardTransfer:
         up, by the cell's number."""
         wanted = sorted({each.cell for each in plan.rounds})
         lost: dict[int, str] = {}
+        limit_s = min(_READY_S, self.timeout_s)
+        end = time.monotonic() + limit_s  # all receivers are called at the same time
         for number in wanted:
             cell = plan.cells[number]
-            why = watch.wait_ready(number, min(_READY_S, self.timeout_s)) or self._join(number, cell)
+            why = watch.wait_ready(number, end, limit_s) or self._join(number, cell)
             if why is not None:
                 lost[number] = why
                 watch.give_up(number, why)
@@ -381,7 +433,7 @@ class ShardTransfer:
         limit = min(_READY_S, self.timeout_s)
         try:
             place = cell.of_trainer(self.world.rank)
-            group = join(self.store, cell.name, cell.size, place, self._backend, limit)
+            group = join(self.store.connection, cell.name, cell.size, place, self._backend, limit)
         except RuntimeError as error:
             return f"trainer rank {self.world.rank} could not join the group: {str(error).partition(chr(10))[0]}"
         self._groups[number] = cell, group
@@ -397,11 +449,13 @@ class ShardTransfer:
         report: SyncReport,
     ) -> None:
         """Wait for the answers of the receivers that this rank leads, and add all failed receivers to `report`."""
+        end = time.monotonic() + self.timeout_s
         for place, receiver in enumerate(receivers):
             cell = plan.cell_of[place]
             why = lost.get(cell)
             if place in calls:
-                why = watch.wait_answer(cell, calls[place], self.timeout_s) or why
+                why = watch.wait_answer(cell, calls[place], end, self.timeout_s) or why
+                self._last += watch.keys(place, receiver.layout.ranks)
                 if why is None and not watch.is_done(place, receiver.layout.ranks, plan.name):
                     why = "the server has answered, but one of its ranks does not have the weights of this update"
             if why is not None:
@@ -477,7 +531,7 @@ class CellWatch:
         trainers: number of trainer ranks, which all watch.
     """
 
-    def __init__(self, store: dist.Store, name: str, cells: Mapping[int, ServerCell], trainers: int) -> None:
+    def __init__(self, store: SharedStore, name: str, cells: Mapping[int, ServerCell], trainers: int) -> None:
         self._store, self._name, self._cells = store, name, cells
         self._poll_s = min(_POLL_S, trainers / _LOOKS)
         self._beats: dict[tuple[int, int], tuple[int, float]] = {}  # each rank's heartbeat count, and when it changed
@@ -486,10 +540,16 @@ class CellWatch:
     def _ranks(self, cell: int) -> list[tuple[int, int]]:
         return [(server, rank) for server, ranks in self._cells[cell].servers.items() for rank in range(ranks)]
 
+    def keys(self, server: int, ranks: int) -> list[str]:
+        """Return all keys of a receiver in this update; receivers of a cell share the key of its failure."""
+        cell = next(number for number, cell in self._cells.items() if server in cell.servers)
+        kinds = ("ready", "beat", "hashes", "done")
+        return [f"{self._name}/dead/{cell}"] + [f"{self._name}/{k}/{server}/{r}" for k in kinds for r in range(ranks)]
+
     def give_up(self, cell: int, why: str) -> None:
         """Write to the store, for all ranks, that a cell (receivers that share a process group) is given up, and why;
         the first reason is kept."""
-        self._store.compare_set(f"{self._name}/dead/{cell}", "", why)
+        self._store.set_if(f"{self._name}/dead/{cell}", "", why)
 
     def dead(self, cell: int) -> str | None:
         """Return why a cell (receivers that share a process group) was given up, or None."""
@@ -518,10 +578,13 @@ class CellWatch:
                 return f"rank {rank} of server {server} has been silent for {now - since:.0f} s"
         return None
 
-    def wait_ready(self, cell: int, limit_s: float) -> str | None:
-        """Wait until all ranks of the receivers in a cell (process group) are ready; return why one is not, or None."""
+    def wait_ready(self, cell: int, end: float, limit_s: float) -> str | None:
+        """Wait until all ranks of the receivers in a cell (process group) are ready; return why one is not, or None.
+
+        Args:
+            end: `time.monotonic()` at which the wait ends, `limit_s` seconds after its beginning.
+        """
         keys = [f"{self._name}/ready/{server}/{rank}" for server, rank in self._ranks(cell)]
-        end = time.monotonic() + limit_s
         while not self._store.check(keys):
             if (why := self.dead(cell)) is not None:
                 return why
@@ -532,10 +595,13 @@ class CellWatch:
             time.sleep(self._poll_s)
         return None
 
-    def wait_answer(self, cell: int, call: Future[None], limit_s: float) -> str | None:
+    def wait_answer(self, cell: int, call: Future[None], end: float, limit_s: float) -> str | None:
         """Wait for a receiver's answer, only briefly if its cell (the receivers in its process group) was given up.
-        Return why the update of this receiver failed, or None."""
-        end = time.monotonic() + limit_s
+        Return why the update of this receiver failed, or None.
+
+        Args:
+            end: `time.monotonic()` at which the wait ends, `limit_s` seconds after its beginning.
+        """
         while not call.done():
             if (why := self.look(cell)) is not None:
                 self.give_up(cell, why)

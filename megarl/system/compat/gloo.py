@@ -11,14 +11,19 @@ instead of 0.60 CPU-seconds, and 0.05 instead of 0.26 for `all_gather` of as man
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+
+from megarl.system import tracing
+from megarl.system.errors import WorkerError
 
 #: Elements of a block that `reduce_scatter` receives and adds at once; two blocks fit into a core's cache.
 _BLOCK = 1 << 18
@@ -91,16 +96,17 @@ def reduce_scatter(
         work = dist.irecv(received, group=group, group_src=(rank - shift) % size)
         return work, received, result[place]
 
-    current = begin_step(0)
-    for number in range(len(steps)):
-        following = begin_step(number + 1) if number + 1 < len(steps) else None
-        work, received, sums = current
-        work.wait()
-        sums.add_(received)
-        if following is not None:
-            current = following
-    for work in sends:
-        work.wait()
+    with _located("a sum over", group):
+        current = begin_step(0)
+        for number in range(len(steps)):
+            following = begin_step(number + 1) if number + 1 < len(steps) else None
+            work, received, sums = current
+            work.wait()
+            sums.add_(received)
+            if following is not None:
+                current = following
+        for work in sends:
+            work.wait()
     return None
 
 
@@ -118,12 +124,27 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, *, group: Any, async_op:
     rank, size = group.rank(), group.size()
     parts = whole.view(-1).chunk(size)
     works: list[Any] = []
-    for shift in range(1, size):
-        source = (rank - shift) % size
-        works.append(dist.isend(part.view(-1), group=group, group_dst=(rank + shift) % size))
-        works.append(dist.irecv(parts[source], group=group, group_src=source))
-    if part.data_ptr() != parts[rank].data_ptr():
-        parts[rank].copy_(part.view(-1))
-    for work in works:
-        work.wait()
+    with _located("a gather over", group):
+        for shift in range(1, size):
+            source = (rank - shift) % size
+            works.append(dist.isend(part.view(-1), group=group, group_dst=(rank + shift) % size))
+            works.append(dist.irecv(parts[source], group=group, group_src=source))
+        if part.data_ptr() != parts[rank].data_ptr():
+            parts[rank].copy_(part.view(-1))
+        for work in works:
+            work.wait()
     return None
+
+
+@contextlib.contextmanager
+def _located(what: str, group: Any) -> Iterator[None]:
+    """Name this rank, the group's ranks and the phase in errors of gloo: another rank is gone, or too late."""
+    try:
+        yield
+    except RuntimeError as error:
+        members = dist.get_process_group_ranks(group)
+        ranks = ", ".join(map(str, members[:16]))
+        raise WorkerError(
+            f"rank {members[group.rank()]}: {what} {group.size()} ranks ({ranks}) failed in phase {tracing.current()}; "
+            f"the deadline is cluster.timeout_s: {error}"
+        ) from error

@@ -13,10 +13,15 @@ import torch.distributed as dist
 from megarl.disaggregated.buffer.client import BufferClient
 from megarl.disaggregated.buffer.progress import Ping
 from megarl.disaggregated.buffer.team_progress import TeamProgress
+from megarl.system.store import SharedStore
+
+
+def shared() -> SharedStore:
+    return SharedStore(dist.HashStore(), "rank 0 of the world", "60 s, cluster.timeout_s")
 
 
 def test_only_what_is_new_is_reported_and_nobody_is_waited_for():
-    store = dist.HashStore()
+    store = shared()
     first, second, _ = (TeamProgress(store, rank, 3) for rank in range(3))
     pings = [Ping(changes, "step", 1, "") for changes in range(3)]
     first.write(pings[0])
@@ -32,7 +37,7 @@ def test_only_what_is_new_is_reported_and_nobody_is_waited_for():
 def test_the_buffer_gets_one_call_per_team(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(BufferClient, "_call", lambda client, awaited, *call: calls.append((client.rank, *call)))
-    store, clients = dist.HashStore(), []
+    store, clients = shared(), []
     for rank in (3, 2, 1, 0):
         client = BufferClient.__new__(BufferClient)
         client.team, client.rank, client._changes, client._waits_for = "train", rank, 7 + rank, ""
@@ -50,6 +55,7 @@ def test_the_buffer_gets_one_call_per_team(monkeypatch: pytest.MonkeyPatch):
     assert {rank: ping.changes for rank, ping in pings.items()} == {rank: 7 + rank for rank in range(4)}
     assert done[1:3] == ("change", "train")
     assert done[-2:] == ("done", ["train", None, 4])
+    assert not store.check(["done/4"]), "the store does not grow with the steps"
 
 
 def test_the_first_worker_passes_messages_on_and_a_late_one_is_looked_for_in_the_buffer(
@@ -59,7 +65,7 @@ def test_the_first_worker_passes_messages_on_and_a_late_one_is_looked_for_in_the
     monkeypatch.setattr(
         BufferClient, "read", lambda client, name: reads.append((client.rank, name)) or f"text of {name}"
     )
-    store = dist.HashStore()
+    store = shared()
     first, second = (BufferClient.__new__(BufferClient) for _ in range(2))
     for rank, client in enumerate((first, second)):
         client.team, client.rank, client._store, client._passed_on = "train", rank, store, deque()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import UserList
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
+from megarl.sync.shards.compare import sent_hashes
 from megarl.sync.shards.hashes import box_hash, parameter_hash
 
 MODULUS = 1 << 64
@@ -65,3 +71,23 @@ def test_any_flipped_bit_and_swapped_words_are_noticed() -> None:
         hashes.add(parameter_hash(values).item())
 
     assert len(hashes) == 1 + 64 * 16 + len([v for v in swapped if not torch.equal(v, parameter)])
+
+
+def test_what_was_sent_is_hashed_without_waiting_for_the_device_at_every_box(monkeypatch):
+    """Two halves of a parameter of six elements, as two boxes."""
+    values = torch.randn(6)
+    box = {"offset": np.array([0, 3]), "strides": np.array([[1], [1]]), "parameter": np.array([0, 0])}
+    links = SimpleNamespace(lo=np.array([[0], [3]]), hi=np.array([[3], [6]]), **box)
+    zeros = np.array([0, 0])
+    targets: Any = UserList([0, 1])
+    vars(targets).update(server=zeros, rank=zeros, link=np.array([0, 1]), **box)
+    stored: Any = SimpleNamespace(parameters=SimpleNamespace(dtypes=["float32"], names=["w"]))
+    program: Any = SimpleNamespace(links=links, targets=targets)
+    whole = int(parameter_hash(values)) % (1 << 64)
+    waits = []
+    for name in ("__int__", "item", "tolist"):
+        method = getattr(torch.Tensor, name)
+        counted = lambda tensor, method=method, name=name: waits.append(name) or method(tensor)  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    assert sent_hashes(program, [values], [[stored]]) == {"0/0": {"w": whole}}
+    assert waits == ["tolist"]

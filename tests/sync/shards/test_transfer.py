@@ -7,16 +7,20 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.sync.receiver import ShardMeeting, ShardUpdate, UpdateStep
 from megarl.sync.sender import SyncReport
 from megarl.system.errors import ServerError
+from megarl.system.store import SharedStore
 from tests.dist import run_distributed, world
 from tests.sync.test_loader import SHAPES, Model, load_module, tensors
 
@@ -137,6 +141,12 @@ def be_the_trainer(spool: str, servers: int, nbytes: int) -> list:
         report = SyncReport(version, "shards")
         transfer.run(receivers[: 1 if version == 3 else servers], led, report, range(version - 1))
         found.append([report.failed, report.nbytes, report.verified])
+        if version == 2:
+            old = [key for plan in transfer._plans.values() for key in plan.program_keys("run")]
+    ranks = [(server, rank) for server in range(servers) for rank in range(RANKS)]
+    kinds = [(version, kind) for version in (1, 2) for kind in ("ready", "beat", "hashes", "done")]
+    old += [f"run/{version}/{kind}/{server}/{rank}" for version, kind in kinds for server, rank in ranks]
+    assert [key for key in old if transfer.store.check([key])] == [], "the store must not grow"
     group.barrier()
     if group.rank == 0:
         (place / "stop").touch()
@@ -182,3 +192,31 @@ def test_every_rank_of_every_server_gets_its_boxes(tmp_path, trainers, servers, 
     assert first == second < 1.3 * alone * servers / per_machine
     for number, parameters in enumerate(held):
         assert parameters == expected(3 if number < RANKS else 2, number % RANKS), number
+
+
+def test_receivers_that_do_not_answer_have_one_deadline_together(monkeypatch):
+    from megarl.sync.shards import transfer
+    from megarl.sync.shards.exchange import ServerCell
+
+    clock = [100.0]
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    class Unanswered(Future):
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            clock[0] += timeout or 0.0
+            raise TimeoutError
+
+    cells = {number: ServerCell(f"cell {number}", (0,), {number: 1}) for number in range(4)}
+    watch = transfer.CellWatch(SharedStore(dist.HashStore(), "trainer rank 0", "3 s"), "run/1", cells, 1)
+    sending: Any = transfer.ShardTransfer.__new__(transfer.ShardTransfer)
+    sending.timeout_s, sending._last = 3.0, []
+    receivers = [
+        SimpleNamespace(number=n, name=f"server {n}", url="", layout=SimpleNamespace(ranks=1)) for n in range(4)
+    ]
+    plan, report = SimpleNamespace(cell_of=[0, 1, 2, 3], name="p"), SyncReport(1, "shards")
+    sending._end(plan, watch, receivers, {n: Unanswered() for n in range(4)}, {}, report)
+    assert 3.0 <= clock[0] - 100.0 < 3.5
+    assert [report.failed[n] for n in range(4)] == [
+        f"server {n}: update from shard to shard: no answer within 3 s" for n in range(4)
+    ]
+    assert "run/1/done/3/0" in sending._last

@@ -6,12 +6,16 @@ import datetime
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.runtime.health import failure_of
 from megarl.system.compat import gloo
+from megarl.system.errors import WorkerError
+from megarl.system.tracing import phase
 from tests.dist import run_distributed
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
@@ -64,6 +68,29 @@ def late(_: int) -> str:
 @pytest.mark.procs
 def test_each_group_keeps_its_deadline():
     assert "imed out" in run_distributed(late, 2, 120, 0)[0]
+
+
+def test_a_rank_that_waits_in_vain_for_a_gradient_names_itself_its_group_and_phase(monkeypatch):
+    """No other rank is needed: torch's calls of one rank whose peer never comes raise this error."""
+
+    class Late:
+        def wait(self) -> None:
+            raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(gloo.dist, name, lambda *arguments, **options: Late())
+    monkeypatch.setattr(gloo.dist, "get_process_group_ranks", lambda group: [4, 6])
+    values = torch.zeros(4)
+    calls = {
+        "a sum over": lambda: gloo.reduce_scatter(values[:2], values, group=group),
+        "a gather over": lambda: gloo.all_gather(values, values[:2], group=group),
+    }
+    for name, call in calls.items():
+        with phase("actor_train"), pytest.raises(WorkerError) as raised:
+            call()
+        assert str(raised.value).startswith(f"rank 4: {name} 2 ranks (4, 6) failed in phase actor_train; ")
+        assert failure_of(raised.value, 4).peer_lost
 
 
 def after_a_fork(_: int) -> int:

@@ -297,8 +297,8 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if header["hashed"]:
-            pairs = zip(described.names, described.parameters, strict=True)
-            of_all = {name: int(hashes.parameter_hash(parameter)) % (1 << 64) for name, parameter in pairs}
+            numbers = hashes.numbers_of([hashes.parameter_hash(parameter) for parameter in described.parameters])
+            of_all = dict(zip(described.names, numbers, strict=True))
             store.set(f"{prefix}/hashes/{server}/{rank}", json.dumps(of_all))
         store.set(f"{prefix}/done/{server}/{rank}", header["program"])
 
