@@ -1,8 +1,9 @@
 """File descriptors of a rank: each gloo group of n ranks has a socket to each of the other n - 1.
 
 Measured with torch 2.13 on 4 processes: a group of n costs n - 1 descriptors, since groups share a device
-(megarl/system/compat/gloo.py), and the first rank has one more for each client of torch's store. With
-TORCH_GLOO_LAZY_INIT=1 a connection is opened at its first use. Every group has gloo, also on GPUs: metrics and other
+(megarl/system/compat/gloo.py), and the first rank has one more for each connection to torch's store: a rank's
+main thread, and two that report progress, have one each (megarl/system/store.py). With TORCH_GLOO_LAZY_INIT=1 a
+connection of a group is opened at its first use. Every group has gloo, also on GPUs: metrics and other
 plain data travel as CPU tensors.
 """
 
@@ -20,6 +21,7 @@ from megarl.launchers.common import LAZY_FROM
 # descriptors of a process other than sockets between ranks: 17 in a bare process, more with servers and reward
 # processes
 _OTHERS = 128
+_STORE = 3  # connections of a rank to torch's store, at most
 _USUAL = 1024  # limit of descriptors with which most systems start processes
 
 
@@ -39,7 +41,7 @@ def descriptors(nproc: int, parallel: ParallelConfig) -> int:
     store.
     """
     sizes = [*group_sizes(nproc, parallel), nproc]
-    return sum(_connections(size, nproc >= LAZY_FROM) for size in sizes) + nproc + _OTHERS
+    return sum(_connections(size, nproc >= LAZY_FROM) for size in sizes) + _STORE * nproc + _OTHERS
 
 
 def _connections(size: int, lazy: bool) -> int:
