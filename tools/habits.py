@@ -43,7 +43,23 @@ def product() -> Files:
 
 def nodes_of(source: str) -> list[ast.AST]:
     """Return the nodes of the syntax tree of a file with this content."""
-    return list(ast.walk(ast.parse(source)))
+    return walk(ast.parse(source))
+
+
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """Return the nodes of a tree as `ast.walk` does, but without contexts and operators of one operand or two.
+
+    It takes half as long.
+    """
+    nodes = [tree]
+    for node in nodes:
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                nodes.extend([part for part in value if isinstance(part, ast.AST)])
+            elif isinstance(value, ast.AST) and value._fields:
+                nodes.append(value)
+    return nodes
 
 
 def functions(nodes: list[ast.AST]) -> Iterator[Function]:
@@ -116,7 +132,7 @@ def robot_files(files: Files) -> Iterator[str]:
         if place.startswith(("megarl/robots/", "recipes/")):
             continue
         texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
-        values = [value for node in nodes if id(node) not in texts for _, value in ast.iter_fields(node)]
+        values = (value for node in nodes if id(node) not in texts for value in vars(node).values())
         if any(isinstance(value, str) and "robot" in value.lower() for value in values):
             yield place
 

@@ -76,6 +76,7 @@ class Search:
         self.limit = given.usable_memory * hardware.memory_gb * 1e9
         self._memo: dict[tuple[object, ...], list[Cost]] = {}
         self._caches: dict[tuple[object, ...], float] = {}
+        self._generates: dict[Spread, float] = {}  # the least seconds of generation
         self._nearest: tuple[float, Choice, Filled | None] | None = None
         # whether a candidate was dropped only because its servers have no memory for the samples
         self._only_samples = False
@@ -114,18 +115,28 @@ class Search:
         It counts the matrix products of the actor's updates at the best assumed share of the peak rate, and the
         generation of servers as if they had memory for as many samples at once as the recipe allows.
         """
+        given = self._given
+        rate = self._hardware.peak(self._config.model.dtype) * max(given.gemm_share, given.expert_share)
+        return self._step_floor(spread, self._training_flops / (rate * spread.trainers()))
+
+    def _step_floor(self, spread: Spread, trains: float) -> float:
+        """Return a lower bound on the step seconds of a placement whose trainers compute for at least `trains` s."""
+        if spread not in self._generates:
+            self._generates[spread] = self._generation_floor(spread)
+        generates = self._generates[spread]
+        return max(trains, generates) if self._config.async_.max_staleness else trains + generates
+
+    def _generation_floor(self, spread: Spread) -> float:
         given, config = self._given, self._config
-        rate = self._hardware.peak(config.model.dtype) * max(given.gemm_share, given.expert_share)
-        trains, generates = self._training_flops / (rate * spread.trainers()), 0.0
-        if spread.servers and not config.rollout.oversamples:  # oversampled rounds overlap, without a simple bound
-            servers, work = config.rollout.sglang, Workload.of(config, given)
-            ep, groups = (math.gcd(size, spread.tp_size) for size in (servers.ep_size, servers.attention_dp))
-            sizes, cache = (config.rollout_dtype, spread.tp_size, 1, ep), config.cache_dtype
-            decoder = Decoder(self._facts, *sizes, self._hardware, given, cache_dtype=cache, attention_dp=groups)
-            flows = not config.async_.in_order
-            most = servers.max_concurrency or work.number
-            generates = total(decoder.generate(work, spread.servers, most, flows=flows))
-        return max(trains, generates) if config.async_.max_staleness else trains + generates
+        if not spread.servers or config.rollout.oversamples:  # oversampled rounds overlap, without a simple bound
+            return 0.0
+        servers, work = config.rollout.sglang, Workload.of(config, given)
+        ep, groups = (math.gcd(size, spread.tp_size) for size in (servers.ep_size, servers.attention_dp))
+        sizes, cache = (config.rollout_dtype, spread.tp_size, 1, ep), config.cache_dtype
+        decoder = Decoder(self._facts, *sizes, self._hardware, given, cache_dtype=cache, attention_dp=groups)
+        flows = not config.async_.in_order
+        most = servers.max_concurrency or work.number
+        return total(decoder.generate(work, spread.servers, most, flows=flows))
 
     @cached_property
     def _training_flops(self) -> float:
@@ -142,7 +153,15 @@ class Search:
         """
         if not self._state_fits(spread, parallel):
             return None
-        waiting = [(timed.step_s, number, timed) for number, timed in enumerate(self._timed(spread, parallel))]
+        tokens, offload = self.space.budgets(spread)[0]
+        choice = Choice(spread, parallel, tokens, RECOMPUTE[0], offload)
+        config = choice.apply(self._config, self._hardware, self.space.trains)
+        first = self._formulas(config, place(self._graph, config))
+        least = self._least_seconds(choice, first)
+        if least >= bound:  # most layouts; their memory and generation need not be computed
+            return _Timed(least, choice, first)
+        first.step_seconds()  # compute what all choices share once
+        waiting = [(timed.step_s, number, timed) for number, timed in enumerate(self._timed(choice, first))]
         heapq.heapify(waiting)
         number = len(waiting)
         while waiting:
@@ -184,24 +203,30 @@ class Search:
             self._nearest = (size, choice, None)
         return False
 
-    def _timed(self, spread: Spread, parallel: ParallelConfig) -> Iterator[_Timed]:
-        """Yield the choices of a placement and layout without recomputation, with the seconds of their steps. Choices
-        whose servers have no room for the cache of one sample are left out."""
-        first: StepFormulas | None = None
+    def _least_seconds(self, choice: Choice, first: StepFormulas) -> float:
+        """Return a lower bound on the step seconds of all choices of a placement and layout, from the passes of the
+        actor's team without recomputation, one after the other. `first` has the formulas of `choice`."""
+        team = first.placement.home(Role.ACTOR)
+        passes = [first.pass_seconds(team)]
+        for tokens in {tokens for tokens, _ in self.space.budgets(choice.spread)} - {choice.micro_batch_tokens}:
+            other = replace(choice, micro_batch_tokens=tokens)
+            formulas = first.again(other.apply_engine(first.config, self.space.trains))
+            passes.append(formulas.pass_seconds(team))
+        return self._step_floor(choice.spread, min(passes))
+
+    def _timed(self, choice: Choice, first: StepFormulas) -> Iterator[_Timed]:
+        """Yield the choices with the placement and layout of `choice` without recomputation, with the seconds of their
+        steps. Choices whose servers have no room for the cache of one sample are left out."""
         fractions: dict[Offload, float | None] = {}
-        for tokens, offload in self.space.budgets(spread):
-            choice = Choice(spread, parallel, tokens, RECOMPUTE[0], offload)
-            if first is None:
-                config = choice.apply(self._config, self._hardware, self.space.trains)
-                first = self._formulas(config, place(self._graph, config))
-                first.step_seconds()  # compute what all choices share once
+        for tokens, offload in self.space.budgets(choice.spread):
+            other = replace(choice, micro_batch_tokens=tokens, offload=offload)
             if offload not in fractions:
-                again = first.again(choice.apply_engine(first.config, self.space.trains))
+                again = first.again(other.apply_engine(first.config, self.space.trains))
                 fractions[offload] = self._fraction(again)
                 if fractions[offload] == 0:
-                    self._note(choice, again)
+                    self._note(other, again)
             if fractions[offload] != 0:
-                yield self._retimed(replace(choice, memory_fraction=fractions[offload]), first)
+                yield self._retimed(replace(other, memory_fraction=fractions[offload]), first)
 
     def _formulas(self, config: RunConfig, placement: Placement) -> StepFormulas:
         """Return the planner's formulas for a variant of the recipe; the search's variants share cached results."""

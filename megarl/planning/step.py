@@ -298,6 +298,10 @@ class StepFormulas:
             )
         return self.memo[key]
 
+    def pass_seconds(self, team: TeamPlan) -> float:
+        """Return the seconds of the passes of a team's models in a step, without generation."""
+        return sum(total(self.node(id)) for id in self.keys if self._home[id] is team)
+
     def _section(self, role: Role) -> TrainingConfig:
         """Return the section with the settings of a role's passes; frozen models of built-in roles use the actor's."""
         return self.config.training_of(role.value)

@@ -76,7 +76,7 @@ def session(now: int, then: int, number: int = 15):
 
 def test_a_planted_tenth_of_real_work_is_found_and_repeats_of_the_same_code_are_silent():
     loops = 100_000
-    assert [session(loops, loops).slower for _ in range(3)] == [False] * 3
+    assert [session(loops, loops).slower for _ in range(2)] == [False] * 2
     planted = session(loops * 11 // 10, loops)
     assert planted.slower
     assert planted.ratio == pytest.approx(1.1, abs=0.05)

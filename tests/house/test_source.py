@@ -70,7 +70,7 @@ def review() -> dict[str, dict[str, list]]:
     for path in paths:
         file, tree = str(path.relative_to(ROOT)), parse(path)
         rules = {name: rule for name, rule in RULES.items() if file.startswith(rule.folders)}
-        nodes = list(ast.walk(tree)) if any(rule.walks for rule in rules.values()) else []
+        nodes = habits.walk(tree) if any(rule.walks for rule in rules.values()) else []
         source = Source(path.read_text(encoding="utf-8"), tree, nodes)
         found = {name: list(rule.look(source)) for name, rule in rules.items()}
         if file.startswith(tuple(f"{folder}/" for folder in habits.FOLDERS)):

@@ -163,8 +163,15 @@ def test_a_killed_rank_is_the_first_error_although_its_peer_fails_too(launcher: 
     assert summary.endswith("in phase rollout/decode at step 3")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("entry", ["rank_1_leaves", "all_leave"])
+@pytest.mark.parametrize(
+    ("launcher", "entry"),
+    [
+        ("local", "rank_1_leaves"),
+        ("torchrun", "all_leave"),
+        pytest.param("local", "all_leave", marks=pytest.mark.campaign("kills")),
+        pytest.param("torchrun", "rank_1_leaves", marks=pytest.mark.campaign("kills")),
+    ],
+)
 def test_a_rank_that_ends_with_0_before_its_work_is_done_has_failed(launcher: str, tmp_path: Path, entry: str) -> None:
     result = launch(launcher, entry, tmp_path)
 

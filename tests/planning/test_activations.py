@@ -62,30 +62,28 @@ SHARED = {
 }
 
 
-def case(name, model=DENSE, world=1, *, rank=0, engine=None, value_head=False, mtp=False, **parallel):
+def case(name, model=DENSE, world=1, *, samples=4, rank=0, engine=None, value_head=False, mtp=False, **parallel):
+    """A case of `samples` of 256 tokens; a micro-batch has four."""
     settings = {"micro_batch_tokens": 1024, "logits_chunk_tokens": 128, **(engine or {})}
     more = {"parallel": parallel, "engine": settings, "value_head": value_head, "mtp": mtp}
-    return FakeCase(name, model, world, [256] * 8, 64, rank=rank, **more)
+    return FakeCase(name, model, world, [256] * samples, 64, rank=rank, **more)
 
 
-FULL = {"recompute": "full"}
+#: Each part of a formula is in one case, and independent parts share a case. Two micro-batches show what the first
+#: leaves to the second, and fill a pipeline.
 SMALL = [
     case("draft head, logits at once", GATED, engine={"logits_chunk_tokens": 4096}, mtp=True),
-    case("draft head of the last stage", SHARED, 2, rank=1, engine=FULL, mtp=True, pp=2),
+    case("draft head of the last stage", SHARED, 2, rank=1, samples=8, engine={"recompute": "full"}, mtp=True, pp=2),
     case("shared experts", SHARED, 2, tp=2, ep=2),
-    case("recomputed", engine=FULL),
-    case("whole optimizer", world=2, engine={"distributed_optimizer": False}),
-    case("shared optimizer", world=2),
-    case("logits at once", engine={"logits_chunk_tokens": 4096}),
-    case("value head", value_head=True),
-    case("tp", LLAMA, 2, tp=2),
+    case("recomputed, shared optimizer", world=2, samples=8, engine={"recompute": "full"}),
+    case("value head, whole optimizer", world=2, value_head=True, engine={"distributed_optimizer": False}),
     case("sp", world=2, tp=2, sp=True),
     case("cp", world=2, cp=2),
-    case("first stage", LLAMA, 2, pp=2),
-    case("last stage", world=2, rank=1, pp=2),
-    case("interleaved", FOUR_LAYERS, 2, pp=2, vpp=2),
-    case("experts, recomputed", EXPERTS, 4, tp=2, pp=2, ep=2, engine=FULL),
-    case("wide experts", EXPERTS, 4, tp=2, ep=2, etp=2),
+    case("first stage, tp", LLAMA, 4, samples=8, tp=2, pp=2),
+    case("last stage, logits at once", world=2, rank=1, samples=8, engine={"logits_chunk_tokens": 4096}, pp=2),
+    case("interleaved", FOUR_LAYERS, 2, samples=8, pp=2, vpp=2),
+    case("experts, recomputed", EXPERTS, 4, samples=8, tp=2, pp=2, ep=2, engine={"recompute": "full"}),
+    case("wide experts", EXPERTS, 4, samples=8, tp=2, ep=2, etp=2),
 ]
 
 

@@ -27,19 +27,9 @@ from megarl.tracking.names import safe_name
 PATIENCE_S = 120.0  # MLflow's own client tries again for minutes
 
 
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory):
-    """A database with MLflow's tables, which take seconds to make."""
-    from mlflow.tracking import MlflowClient
-
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture
-def uri(tmp_path, empty_store):
-    return f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
+def uri(store):
+    return f"sqlite:///{store}"
 
 
 def opened(tmp_path, uri, params=None):

@@ -105,6 +105,7 @@ def test_a_fresh_start_moves_lines_of_all_stages_away(tmp_path, screen, part):
     assert [line["x"] for line in read_jsonl(tmp_path / "run" / "metrics.old-1.jsonl")] == [1, 2]
 
 
+@pytest.mark.usefixtures("store")
 def test_mlflow_gets_steps_that_a_killed_process_did_not_send(tmp_path, screen):
     killed = tracker(tmp_path, screen)  # nothing of it reaches MLflow
     killed.log(1, {"x": 0.5, "bad": float("nan")})
@@ -147,6 +148,7 @@ def test_mlflow_gets_params_metrics_artifacts_and_continues_the_same_run(tmp_pat
     assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"report.html", "metrics.jsonl", "run.json"}
 
 
+@pytest.mark.usefixtures("store")
 def test_a_run_whose_process_was_killed_is_closed_by_its_launcher(tmp_path, screen):
     from mlflow.tracking import MlflowClient
 
@@ -177,6 +179,7 @@ def test_mlflow_that_cannot_start_stops_the_run(tmp_path, screen):
     assert len(steps(tmp_path)) >= 1
 
 
+@pytest.mark.usefixtures("store")
 def test_mlflow_that_fails_later_warns_once_and_counts(tmp_path, screen, caplog):
     t = tracker(tmp_path, screen, mlflow=True)
 
