@@ -14,10 +14,12 @@ from megarl.config.load import find_recipe, load_config
 from megarl.recipes.build import build_task_graph
 from megarl.recipes.components import COMPONENTS
 from megarl.runtime.validate import validates
+from tests.forked import forked_scorers
 
 
 def accept(overrides: list[str]) -> None:
-    config = load_config(find_recipe(RECIPE), overrides, components=COMPONENTS)
+    with forked_scorers():  # what imports the reward, to see its arguments
+        config = load_config(find_recipe(RECIPE), overrides, components=COMPONENTS)
     refuse_plan(config, build_task_graph(config))
 
 

@@ -168,6 +168,7 @@ def test_results_come_back_in_the_order_of_the_calls(answer):
     assert info == {"tool_calls": 2.0, "tool_errors": 0.0}
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_function_is_given_the_images_of_the_episode_and_returns_one():
     kind, settings = load_environment({"name": "tools", "tools": [f"{FILE}:half"]})
     assert list(kind.tools(settings)[0]["function"]["parameters"]["properties"]) == ["number"]
@@ -261,6 +262,7 @@ def _done(text: str) -> Future[tuple[str, bool]]:
     return future
 
 
+@pytest.mark.usefixtures("forked")
 def test_calls_of_a_turn_run_side_by_side_and_no_more_than_max_calls(tmp_path):
     limits = {"workers": 3, "max_calls": 3, "timeout_s": 100.0}
     kind, settings = load_environment({"name": "tools", "tools": [f"{FILE}:meet"], **limits})
@@ -276,6 +278,7 @@ def test_calls_of_a_turn_run_side_by_side_and_no_more_than_max_calls(tmp_path):
     assert step.info == {"tool_calls": 1000.0, "tool_errors": 997.0}
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_a_turn_asks_for_never_takes_longer_than_its_deadline():
     kind, settings = load_environment({"name": "tools", "tools": ALL, "turn_timeout_s": 1.0, "timeout_s": 1.5})
     shared = kind.open(settings)
@@ -312,12 +315,14 @@ def test_parsers_read_any_text_in_linear_time(parser, text):
     assert time.process_time() - began < 60 * tenth + 1.0  # quadratic: a hundred times, tens of seconds
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_turn_that_may_take_longer_than_the_run_waits_is_refused():
     config = RunConfig(name="r", env={"name": "tools", "tools": ALL}, cluster={"timeout_s": 200})
     with pytest.raises(ConfigError, match=r"cluster.timeout_s: a turn of the environment may take 130 s(?s:.*)260"):
         check_environment(config, limit_s=60.0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_missing_tool_is_found_before_the_run():
     config = RunConfig(name="r", env={"name": "tools", "tools": [f"{FILE}:nothing"]})
     with pytest.raises(ConfigError, match=r"env.tools: [\s\S]*has no function 'nothing'"):
