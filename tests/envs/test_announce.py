@@ -83,6 +83,7 @@ def test_the_dry_run_reads_the_template(tmp_path, where: str) -> None:
         check(PLAIN)
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_dry_run_asks_the_environment_whether_it_needs_the_template() -> None:
     env = {"name": "tools", "tools": [TOOL]}
     with pytest.raises(ConfigError, match="does not write"):

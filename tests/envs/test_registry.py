@@ -64,6 +64,7 @@ def test_a_file_that_does_not_import_is_named(tmp_path):
         ({"name": "single_turn"}, {"name": "numeric"}, None),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_a_reward_beside_an_environment_that_scores_is_told(tmp_path, env, reward, ignored):
     (tmp_path / "guess.py").write_text(Path(GUESS.rpartition(":")[0]).read_text() + JUDGED)
     env = {"name": env["name"].replace(str(Path(__file__).parent), str(tmp_path))}
