@@ -38,7 +38,7 @@ setup(
     packages=[package for folder in ["megarl", *MAPPED] for package in packages_below(folder)],
     package_data={
         "megarl.benchmarks": ["cases/*.yaml", "matrices/*.yaml", "published.yaml", "answers.txt"],
-        "megarl.kernels": ["*.cpp"],
+        "megarl.kernels": ["*.cpp", "*.h"],
         "megarl.recipes": ["*.yaml"],
         "megarl.system.compat.sglang_server": ["loaders/*.py", "stand_ins/*/*.py", "stand_ins/*/*/*.py"],
         "megarl.artifacts": ["*.json"],

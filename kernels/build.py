@@ -83,9 +83,11 @@ def difference(result: Tensor, expected: Tensor, tolerance: float) -> float | No
 
 
 def _build(source: Path, compiler: str) -> Path:
-    """Compile a source if needed and return the library's path, which depends on source, compiler and processor."""
+    """Compile a source if needed and return the library's path, which depends on the source, the headers beside it, the
+    compiler and the processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    key = _hash(source.read_text(), version, *FLAGS, _processor())
+    headers = sorted(source.parent.glob("*.h"))
+    key = _hash(*(file.read_text() for file in (source, *headers)), version, *FLAGS, _processor())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
     target = folder / f"{source.stem}-{key}.so"
     if target.exists():

@@ -3,88 +3,17 @@
 // All sums run in fp32. Vectors are 16 floats wide whatever the machine; the compiler splits them where it has to.
 // Sizes (head size, hidden size, MLP width) are multiples of 16, checked by the caller.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
 #include <vector>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
-namespace {
-
-constexpr int W = 16;
 #ifndef SIZES  // head sizes in vectors; each costs a second or more of compiling
 #define SIZES CASE(1) CASE(2) CASE(4) CASE(5) CASE(6) CASE(8) CASE(16)
 #endif
-typedef float vf __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-struct bf16 {
-    uint16_t bits;
-};
 
-inline vf load(const float* p) {
-    vf x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
-inline vf load(const bf16* p) {
-#ifdef __AVX512F__  // GCC 12 makes slow code of the portable form
-    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
-#else
-    vh h;
-    std::memcpy(&h, p, sizeof h);
-    return (vf)(__builtin_convertvector(h, vu) << 16);
-#endif
-}
-inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
-inline void store(bf16* p, vf x) {  // round to nearest even
-    vu u = (vu)x;
-    u = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-#ifdef __AVX512F__
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)u));
-#else
-    vh h = __builtin_convertvector(u, vh);
-    std::memcpy(p, &h, sizeof h);
-#endif
-}
-template <typename T>
-inline vf rounded(vf x) {  // what a load gives back after a store
-    T box[W];
-    store(box, x);
-    return load(box);
-}
-inline vf splat(float x) { return x - vf{}; }
+#include "lanes.h"
+#include "logits.h"
+#include "stream.h"
 
-inline float sum(vf x) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)x);
-#else
-    float total = 0;
-    for (int i = 0; i < W; ++i) total += x[i];
-    return total;
-#endif
-}
-
-// exp(x) for x <= 88 to 2 ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes' coefficients).
-inline vf vexp(vf x) {
-    x = x < -87.0f ? splat(-87.0f) : x;
-    x = x > 88.0f ? splat(88.0f) : x;
-    vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    vf y = p * r * r + r + 1.0f;
-    vi e = (__builtin_convertvector(n, vi) + 127) << 23;
-    return y * (vf)e;
-}
+namespace {
 
 // hidden += delta (when given); out = hidden / rms(hidden) * weight. One row.
 template <typename T>
@@ -241,139 +170,6 @@ int attend(const void* qkv, const float* norm, const void* cos, const void* sin,
     return 1;
 }
 
-// Causal attention of each sequence of a packed stream to itself, for training. q, out, dout, dq: [tokens, groups * heads,
-// D]; k, v, dk, dv: [tokens, groups, D]; lse: [tokens, groups * heads], log of the sum of exp of a query's scores.
-struct Stream {
-    const int64_t* starts;  // [sequences + 1]
-    int64_t sequences, groups, heads, longest;
-    float scale;
-};
-
-template <int ND>
-inline float dot(const float* a, const float* b) {
-    vf acc = load(a) * load(b);
-    for (int d = 1; d < ND; ++d) acc += load(a + d * W) * load(b + d * W);
-    return sum(acc);
-}
-template <int ND>
-inline void add_scaled(float* to, float factor, const float* from) {
-    for (int d = 0; d < ND; ++d) store(to + d * W, load(to + d * W) + factor * load(from + d * W));
-}
-// Rows of one head of `x` [.., width, D] as fp32 [count, D], times `factor`; and back.
-template <typename T, int ND>
-void gather(const T* x, int64_t count, int64_t width, float factor, float* out) {
-    for (int64_t i = 0; i < count; ++i)
-        for (int d = 0; d < ND * W; d += W) store(out + i * ND * W + d, load(x + i * width * ND * W + d) * factor);
-}
-template <typename T, int ND>
-void scatter(const float* x, int64_t count, int64_t width, float factor, T* out) {
-    for (int64_t i = 0; i < count; ++i)
-        for (int d = 0; d < ND * W; d += W) store(out + i * width * ND * W + d, load(x + i * ND * W + d) * factor);
-}
-// exp(scores[j] - shift) in place for j < count; the rest of the last vector becomes 0. Returns the sum.
-inline float exp_row(float* scores, int64_t count, float shift) {
-    for (int64_t j = count; j % W; ++j) scores[j] = -std::numeric_limits<float>::infinity();
-    vf total = {};
-    for (int64_t j = 0; j < count; j += W) {
-        const vf raw = load(scores + j);
-        const vf e = raw < -1e30f ? vf{} : vexp(raw - shift);
-        store(scores + j, e);
-        total += e;
-    }
-    return sum(total);
-}
-
-template <typename T, int ND>
-void stream_forward(const T* q, const T* k, const T* v, T* out, float* lse, const Stream& s) {
-    constexpr int D = ND * W;
-    const int64_t all = s.groups * s.heads;
-#pragma omp parallel
-    {
-        std::vector<float> keys(s.longest * D), values(s.longest * D), query(D), result(D), row(s.longest + W);
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < s.sequences * s.groups; ++task) {
-            const int64_t first = s.starts[task / s.groups], count = s.starts[task / s.groups + 1] - first;
-            const int64_t group = task % s.groups;
-            gather<T, ND>(k + (first * s.groups + group) * D, count, s.groups, 1.0f, keys.data());
-            gather<T, ND>(v + (first * s.groups + group) * D, count, s.groups, 1.0f, values.data());
-            for (int64_t i = 0; i < count; ++i)
-                for (int64_t h = 0; h < s.heads; ++h) {
-                    const int64_t place = (first + i) * all + group * s.heads + h;
-                    gather<T, ND>(q + place * D, 1, 1, s.scale, query.data());
-                    float top = -std::numeric_limits<float>::infinity();
-                    for (int64_t j = 0; j <= i; ++j) {
-                        row[j] = dot<ND>(query.data(), &keys[j * D]);
-                        top = row[j] > top ? row[j] : top;
-                    }
-                    const float total = exp_row(row.data(), i + 1, top);
-                    std::fill(result.begin(), result.end(), 0.0f);
-                    for (int64_t j = 0; j <= i; ++j) add_scaled<ND>(result.data(), row[j], &values[j * D]);
-                    scatter<T, ND>(result.data(), 1, 1, 1.0f / total, out + place * D);
-                    lse[place] = top + std::log(total);
-                }
-        }
-    }
-}
-
-template <typename T, int ND>
-void stream_backward(const T* q, const T* k, const T* v, const T* out, const float* lse, const T* dout, T* dq, T* dk,
-                     T* dv, const Stream& s) {
-    constexpr int D = ND * W;
-    const int64_t all = s.groups * s.heads;
-#pragma omp parallel
-    {
-        std::vector<float> keys(s.longest * D), values(s.longest * D), dkeys(s.longest * D), dvalues(s.longest * D);
-        std::vector<float> query(D), up(D), result(D), dquery(D), row(s.longest + W);
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < s.sequences * s.groups; ++task) {
-            const int64_t first = s.starts[task / s.groups], count = s.starts[task / s.groups + 1] - first;
-            const int64_t group = task % s.groups, shared = (first * s.groups + group) * D;
-            gather<T, ND>(k + shared, count, s.groups, 1.0f, keys.data());
-            gather<T, ND>(v + shared, count, s.groups, 1.0f, values.data());
-            std::fill(dkeys.begin(), dkeys.end(), 0.0f);
-            std::fill(dvalues.begin(), dvalues.end(), 0.0f);
-            for (int64_t i = 0; i < count; ++i)
-                for (int64_t h = 0; h < s.heads; ++h) {
-                    const int64_t place = (first + i) * all + group * s.heads + h;
-                    gather<T, ND>(q + place * D, 1, 1, s.scale, query.data());
-                    gather<T, ND>(dout + place * D, 1, 1, 1.0f, up.data());
-                    gather<T, ND>(out + place * D, 1, 1, 1.0f, result.data());
-                    const float mean = dot<ND>(up.data(), result.data());
-                    for (int64_t j = 0; j <= i; ++j) row[j] = dot<ND>(query.data(), &keys[j * D]);
-                    exp_row(row.data(), i + 1, lse[place]);
-                    std::fill(dquery.begin(), dquery.end(), 0.0f);
-                    for (int64_t j = 0; j <= i; ++j) {
-                        const float slope = row[j] * (dot<ND>(up.data(), &values[j * D]) - mean);
-                        add_scaled<ND>(&dvalues[j * D], row[j], up.data());
-                        add_scaled<ND>(&dkeys[j * D], slope, query.data());
-                        add_scaled<ND>(dquery.data(), slope, &keys[j * D]);
-                    }
-                    scatter<T, ND>(dquery.data(), 1, 1, s.scale, dq + place * D);
-                }
-            scatter<T, ND>(dkeys.data(), count, s.groups, 1.0f, dk + shared);
-            scatter<T, ND>(dvalues.data(), count, s.groups, 1.0f, dv + shared);
-        }
-    }
-}
-
-template <typename T>
-int stream(const void* const* x, float* lse, int64_t head_dim, const Stream& s) {
-    const T *q = (const T*)x[0], *k = (const T*)x[1], *v = (const T*)x[2], *dout = (const T*)x[4];
-    T *out = (T*)x[3], *dq = (T*)x[5], *dk = (T*)x[6], *dv = (T*)x[7];
-#define CASE(ND)                                                                                                  \
-    case ND:                                                                                                      \
-        if (dout)                                                                                                 \
-            stream_backward<T, ND>(q, k, v, out, lse, dout, dq, dk, dv, s);                                       \
-        else                                                                                                      \
-            stream_forward<T, ND>(q, k, v, out, lse, s);                                                          \
-        return 0;
-    switch (head_dim / W) {
-        SIZES
-    }
-#undef CASE
-    return 1;
-}
-
 template <typename T>
 void add_norm(T* hidden, const T* delta, const float* weight, T* out, int64_t rows, int64_t dim, float eps) {
 #pragma omp parallel for schedule(static)
@@ -452,9 +248,9 @@ int megarl_attend(int is_bf16, const void* qkv, const float* norm, const void* c
 }
 
 // x: q, k, v, out, dout, dq, dk, dv; forward (writes out and lse) when dout is null, backward (reads them) otherwise.
-int megarl_stream(int is_bf16, const void* const* x, float* lse, const int64_t* starts, int64_t sequences, int64_t groups,
-                  int64_t heads, int64_t head_dim, int64_t longest, float scale) {
-    const Stream s{starts, sequences, groups, heads, longest, scale};
+int megarl_stream(int is_bf16, void* const* x, float* lse, const int64_t* starts, const int64_t* parents, int64_t nodes,
+                  int64_t groups, int64_t heads, int64_t head_dim, float scale) {
+    const Stream s{starts, parents, nodes, groups, heads, scale};
     return is_bf16 ? stream<bf16>(x, lse, head_dim, s) : stream<float>(x, lse, head_dim, s);
 }
 
@@ -489,5 +285,41 @@ void megarl_silu_mul_backward(int is_bf16, const void* gate_up, const void* grad
         silu_mul_backward((const bf16*)gate_up, (const bf16*)grad, (bf16*)out, rows, width);
     else
         silu_mul_backward((const float*)gate_up, (const float*)grad, (float*)out, rows, width);
+}
+
+void megarl_statistics(int is_bf16, const void* logits, const int64_t* targets, float* out, int64_t out_stride,
+                       int with_entropy, int64_t rows, int64_t columns, int64_t stride, int64_t start,
+                       float inverse_temperature) {
+    const Vocabulary v{rows, columns, stride, start, inverse_temperature};
+    if (is_bf16)
+        statistics((const bf16*)logits, targets, out, out_stride, with_entropy, v);
+    else
+        statistics((const float*)logits, targets, out, out_stride, with_entropy, v);
+}
+
+// numbers: log_z, entropy, grad_logp, grad_entropy.
+void megarl_gradients(int is_bf16, int to_bf16, const void* logits, const int64_t* targets, const float* const* numbers,
+                      void* out, int64_t rows, int64_t columns, int64_t stride, int64_t start,
+                      float inverse_temperature) {
+    const Vocabulary v{rows, columns, stride, start, inverse_temperature};
+    const float *log_z = numbers[0], *entropy = numbers[1], *up = numbers[2], *slope = numbers[3];
+    if (is_bf16 && to_bf16)
+        gradients((const bf16*)logits, targets, log_z, entropy, up, slope, (bf16*)out, v);
+    else if (is_bf16)
+        gradients((const bf16*)logits, targets, log_z, entropy, up, slope, (float*)out, v);
+    else if (to_bf16)
+        gradients((const float*)logits, targets, log_z, entropy, up, slope, (bf16*)out, v);
+    else
+        gradients((const float*)logits, targets, log_z, entropy, up, slope, (float*)out, v);
+}
+
+// seeds and index are null where the most likely token is wanted.
+void megarl_draw(int is_bf16, const void* logits, const int64_t* seeds, const int64_t* index, double* out, int64_t rows,
+                 int64_t columns, int64_t stride, int64_t start, float inverse_temperature) {
+    const Vocabulary v{rows, columns, stride, start, inverse_temperature};
+    if (is_bf16)
+        draw((const bf16*)logits, seeds, index, out, v);
+    else
+        draw((const float*)logits, seeds, index, out, v);
 }
 }

@@ -50,13 +50,20 @@ class CpuKernels:
         self._attend, self._stream = library.megarl_attend, library.megarl_stream
         self._add_norm, self._norm_backward = library.megarl_add_norm, library.megarl_norm_backward
         self._silu_mul, self._silu_mul_backward = library.megarl_silu_mul, library.megarl_silu_mul_backward
+        self._statistics, self._gradients = library.megarl_statistics, library.megarl_gradients
+        self._draw = library.megarl_draw
         self._attend.argtypes = [_B, *[_P] * 9, *[_I] * 7, _F, _F]
-        self._stream.argtypes = [_B, *[_P] * 3, *[_I] * 5, _F]
+        self._stream.argtypes = [_B, *[_P] * 4, *[_I] * 4, _F]
         self._add_norm.argtypes = [_B, *[_P] * 4, _I, _I, _F]
         self._norm_backward.argtypes = [_B, *[_P] * 5, _I, _I, _I, _F]
         self._silu_mul.argtypes = [_B, _P, _P, _I, _I]
         self._silu_mul_backward.argtypes = [_B, _P, _P, _P, _I, _I]
+        self._statistics.argtypes = [_B, *[_P] * 3, _I, _B, *[_I] * 4, _F]
+        self._gradients.argtypes = [_B, _B, *[_P] * 4, *[_I] * 4, _F]
+        self._draw.argtypes = [_B, *[_P] * 4, *[_I] * 4, _F]
         for function in (self._add_norm, self._norm_backward, self._silu_mul, self._silu_mul_backward):
+            function.restype = None
+        for function in (self._statistics, self._gradients, self._draw):
             function.restype = None
 
     @staticmethod
@@ -137,56 +144,141 @@ class CpuKernels:
         assert not failed, "callers check supports()"
         return out
 
-    def causal_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float
+    def stream_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, parents: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Compute causal attention of each sequence of a packed stream to itself.
+        """Compute attention of a packed stream to itself: a token sees its node up to itself, and the nodes before it.
 
         Args:
             q: [t, heads, D].
             k, v: [t, groups, D].
-            starts: int64 [sequences + 1], first token of each sequence, and t.
-            longest: tokens of the longest sequence.
+            starts: int64 [nodes + 1], first token of each node, and t; no node is empty.
+            parents: int64 [nodes], the node before each node, -1 for none; nodes lie depth first. None: no node has
+                one before it, and each is a sequence.
 
         Returns:
             Context like `q`, and float32 [t, heads], logsumexp of each query's scores.
         """
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        self._run_stream((q, k, v, out, None, None, None, None), lse, starts, longest, scale)
+        self._run_stream((q, k, v, out, None, None, None, None), lse, starts, parents, scale)
         return out, lse
 
-    def causal_backward(
+    def stream_backward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         lse: Tensor,
         grad: Tensor,
         starts: Tensor,
-        longest: int,
+        parents: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v from inputs, outputs and the output's gradient of `causal_forward`."""
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        self._run_stream((q, k, v, out, grad, dq, dk, dv), lse, starts, longest, scale)
+        """Return the gradients of the inputs q, k and v of `stream_forward` from its outputs and the output's
+        gradient."""
+        dq, dk, dv = (torch.empty_like(x) for x in inputs)
+        self._run_stream((*inputs, out, grad, dq, dk, dv), lse, starts, parents, scale)
         return dq, dk, dv
 
+    def statistics(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        out: Tensor,
+        *,
+        start: int,
+        inverse_temperature: float,
+        entropy: bool,
+    ) -> None:
+        """Write max, sum of exp, sum of exp times shifted logit, and target logit (or 0) of each row to `out`.
+
+        Args:
+            logits: [n, V] of any width, rows contiguous; they are divided by the temperature.
+            targets: int64 [n], indices into the whole vocabulary.
+            out: float32 [4, n], contiguous in its last dimension; row 2 is not written without `entropy`.
+            start: vocabulary index of the first column.
+        """
+        self._statistics(
+            *(logits.dtype == torch.bfloat16, *_pointers(logits, targets.contiguous(), out), out.stride(0), entropy),
+            *(*_sizes(logits), start, inverse_temperature),
+        )
+
+    def gradients(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        log_z: Tensor,
+        entropy: Tensor | None,
+        grad_logp: Tensor | None,
+        grad_entropy: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        start: int,
+        inverse_temperature: float,
+    ) -> Tensor:
+        """Return the gradient [n, V] in `dtype`, float32 or bfloat16, of the logits before the division by the
+        temperature.
+
+        Args:
+            logits: [n, V] of any width, rows contiguous.
+            targets: int64 [n], indices into the whole vocabulary.
+            log_z, entropy: float32 [n], computed over the whole vocabulary.
+            grad_logp, grad_entropy: float32 [n], gradients of both results; None: no gradient. The gradient of the
+                entropy counts only if `entropy` is given.
+            start: vocabulary index of the first column.
+        """
+        out = torch.empty(logits.shape, dtype=dtype)
+        rows = [None if x is None else x.contiguous() for x in (log_z, entropy, grad_logp, grad_entropy)]
+        table = (ctypes.c_void_p * len(rows))(*_pointers(*rows))
+        self._gradients(
+            *(logits.dtype == torch.bfloat16, dtype == torch.bfloat16, logits.data_ptr()),
+            *(targets.contiguous().data_ptr(), table, out.data_ptr()),
+            *(*_sizes(logits), start, inverse_temperature),
+        )
+        return out
+
+    def draw(
+        self, logits: Tensor, seeds: Tensor, index: Tensor, *, start: int, inverse_temperature: float, greedy: bool
+    ) -> Tensor:
+        """Sample from the logits: return the token with the largest logit plus noise (`megarl.models.noise`).
+
+        Args:
+            logits: [n, V] of any width, over this rank's vocabulary; rows contiguous.
+            seeds, index: int64 [n], each sample's seed, and the number of the token within the sample.
+            start: vocabulary id of the first column.
+            inverse_temperature: factor of the logits.
+            greedy: return the token with the largest logit, without noise.
+
+        Returns:
+            float64 [1, n, 4]: the sampled token's score, vocabulary id and logit, and logsumexp of the logits, all
+                after the factor. Float64 is exact for ids.
+        """
+        out = torch.empty(1, len(logits), 4, dtype=torch.float64)
+        keys = (None, None) if greedy else (seeds.contiguous(), index.contiguous())
+        pointers = _pointers(logits, *keys, out)
+        self._draw(logits.dtype == torch.bfloat16, *pointers, *_sizes(logits), start, inverse_temperature)
+        return out
+
     def _run_stream(
-        self, tensors: tuple[Tensor | None, ...], lse: Tensor, starts: Tensor, longest: int, scale: float
+        self, tensors: tuple[Tensor | None, ...], lse: Tensor, starts: Tensor, parents: Tensor | None, scale: float
     ) -> None:
         q, k = tensors[:2]
         assert q is not None
         assert k is not None
         table = (ctypes.c_void_p * len(tensors))(*_pointers(*tensors))
         groups = k.shape[1]
-        sizes = (len(starts) - 1, groups, q.shape[1] // groups, q.shape[2], longest)
-        failed = self._stream(q.dtype == torch.bfloat16, table, *_pointers(lse, starts), *sizes, scale)
+        sizes = (len(starts) - 1, groups, q.shape[1] // groups, q.shape[2])
+        failed = self._stream(q.dtype == torch.bfloat16, table, *_pointers(lse, starts, parents), *sizes, scale)
         assert not failed, "callers check supports()"
 
 
 def _check_width(width: int) -> None:
     assert width % LANES == 0, f"callers check supports(): rows of {width} numbers"
+
+
+def _sizes(logits: Tensor) -> tuple[int, int, int]:
+    """Return rows, columns and the distance of rows of `logits`, whose rows the kernels read as contiguous."""
+    assert logits.shape[1] < 2 or logits.stride(1) == 1, "callers check it"
+    return *logits.shape, logits.stride(0)
 
 
 def _pointers(*tensors: Tensor | None) -> list[int | None]:
@@ -207,6 +299,13 @@ def load() -> CpuKernels | None:
 def kernels_for(x: Tensor, width: int) -> CpuKernels | None:
     """Return the CPU kernels if they are available and support rows of `width` numbers like those of `x`, else None."""
     if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16) or width % LANES:
+        return None
+    return load()
+
+
+def logit_kernels(logits: Tensor) -> CpuKernels | None:
+    """Return the CPU kernels if they are available and support these logits [n, V] of any width, else None."""
+    if not logits.is_cpu or logits.dtype not in (torch.float32, torch.bfloat16) or logits.stride(1) != 1:
         return None
     return load()
 

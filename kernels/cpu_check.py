@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -40,6 +41,8 @@ def _cases(kernels: CpuKernels, draw: _Draw, sizes: Sequence[int]) -> Iterator[t
     """Yield (name, the kernel library's result, the correct result in float64) for each output of each kernel."""
     yield from _norm(kernels, draw)
     yield from _gate(kernels, draw)
+    yield from _logits(kernels, draw)
+    yield from _draws(kernels, draw)
     for size in sizes:
         yield from _attend(kernels, draw, size)
         yield from _stream(kernels, draw, size)
@@ -70,6 +73,77 @@ def _gate(kernels: CpuKernels, draw: _Draw) -> Iterator[tuple[str, Tensor, Tenso
         yield "gate's gradient", kernels.silu_mul_backward(both, grad), slope * grad.double().repeat(1, 2)
 
 
+def _logits(kernels: CpuKernels, draw: _Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for count, columns, start, factor in ((3, 5, 0, 1.0), (5, 37, 3, 0.5), (2, 2100, 0, 1.25)):
+        logits = draw(count, columns)
+        wide, targets = logits.double() * factor, torch.arange(count, device="cpu") * 9
+        out = torch.zeros(4, count, device="cpu")
+        place = {"start": start, "inverse_temperature": factor}
+        kernels.statistics(logits, targets, out, **place, entropy=True)
+        peak = wide.amax(1)
+        shifted = wide - peak[:, None]
+        here = (targets >= start) & (targets < start + columns)
+        chosen = (targets - start).masked_fill(~here, 0)[:, None]
+        target = wide.gather(1, chosen)[:, 0] * here
+        sums = shifted.exp().sum(1), (shifted.exp() * shifted).sum(1)
+        yield f"statistics of {columns} logits", out.T, torch.stack([peak, *sums, target], 1)
+        log_z = wide.logsumexp(1)
+        logp = wide - log_z[:, None]
+        entropy, up, slope = -(logp.exp() * logp).sum(1), draw(count).double(), draw(count).double()
+        one_hot = torch.zeros_like(wide).scatter_(1, chosen, here.double()[:, None])
+        of_logp = up[:, None] * (one_hot - logp.exp()) * factor
+        of_entropy = -slope[:, None] * logp.exp() * (logp + entropy[:, None]) * factor
+        numbers = [x.float() for x in (log_z, entropy, up, slope)]
+        for with_logp, with_entropy in ((1, 1), (1, 0), (0, 1)):
+            given = numbers[2] if with_logp else None, numbers[3] if with_entropy else None
+            result, short = (
+                kernels.gradients(logits, targets, *numbers[:2], *given, dtype, **place)
+                for dtype in (torch.float32, torch.bfloat16)
+            )
+            yield f"gradient of {columns} logits", result, with_logp * of_logp + with_entropy * of_entropy
+            yield f"rounded gradient of {columns} logits", short, result.bfloat16().double()
+
+
+def _draws(kernels: CpuKernels, draw: _Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for columns, start in ((1, 0), (37, 11)):
+        logits = draw(4, columns)
+        seeds, index = torch.tensor([1, -5, 1 << 62, 7], device="cpu"), torch.arange(4, device="cpu")
+        ids = torch.arange(start, start + columns, device="cpu")
+        noise, total = _noise(seeds, index, ids), (2 * logits.double()).logsumexp(1)
+        for greedy in (True, False):
+            result = kernels.draw(logits, seeds, index, start=start, inverse_temperature=2.0, greedy=greedy)[0]
+            scores = 2 * logits.double() - (0 if greedy else noise)
+            best = scores.max(1)
+            at = best.indices[:, None]
+            expected = torch.stack([best.values, total, 2 * logits.double().gather(1, at)[:, 0]], 1)
+            yield f"token drawn from {columns}", result[:, 1], (start + best.indices).double()
+            yield f"score and sum of {columns}", result[:, [0, 3, 2]], expected
+
+
+def _noise(seeds: Tensor, index: Tensor, ids: Tensor) -> Tensor:
+    """Return log E of `megarl.models.noise` in float64 [n, V], from integers without a limit."""
+
+    def mixed(x: int, bits: int, steps: tuple[tuple[int, int], ...], last: int) -> int:
+        for shift, factor in steps:
+            x = (x ^ x >> shift) * factor % (1 << bits)
+        return x ^ x >> last
+
+    def uniform(seed: int, number: int, token: int) -> float:
+        key = seed + 0x9E3779B97F4A7C15
+        for more in (0, number):
+            steps = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+            key = mixed((key + more) % (1 << 64), 64, steps, 31)
+        steps = ((16, 0x7FEB352D), (15, 0x846CA68B))
+        bits = mixed((token * 0x9E3779B9 ^ key) % (1 << 32), 32, steps, 16)
+        bits = mixed((bits + (key >> 32)) % (1 << 32), 32, steps, 16)
+        return min((bits % (1 << 31) + 0.5) / (1 << 31), 1 - 2.0**-24)
+
+    rows = [
+        [uniform(*key, token) for token in ids.tolist()] for key in zip(seeds.tolist(), index.tolist(), strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").neg_().log1p_().neg_().log_()
+
+
 def _attend(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     groups, heads, length, scale = 2, 7, 40, size**-0.5  # 7 heads test all sizes of the kernel's blocks: 4, 2 and 1
     positions = torch.tensor([0, 17, 39], device="cpu")
@@ -98,33 +172,40 @@ def _attend(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, 
 
 
 def _stream(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    lengths, groups, per, scale = (1, 5, 18), 2, 3, size**-0.5
-    tokens, starts = sum(lengths), torch.tensor([0, 1, 6, 24], device="cpu")
-    q, grad = (draw(tokens, groups * per, size) for _ in range(2))
-    k, v = (draw(tokens, groups, size) for _ in range(2))
-    out, lse = kernels.causal_forward(q, k, v, starts, max(lengths), scale)
-    slopes = kernels.causal_backward(q, k, v, out, lse, grad, starts, max(lengths), scale)
-    for first, length in zip(starts.tolist(), lengths, strict=False):
-        part = slice(first, first + length)
+    # each node a sequence; then a tree of nodes 1 to 4 between two sequences
+    lengths, groups, per, scale = (1, 5, 18, 4, 1, 7), 2, 3, size**-0.5
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu")
+    tokens = sum(lengths)
+    for nodes in (None, [-1, -1, 1, 2, 1, -1]):
+        parents = None if nodes is None else torch.tensor(nodes, device="cpu")
+        q, grad = (draw(tokens, groups * per, size) for _ in range(2))
+        k, v = (draw(tokens, groups, size) for _ in range(2))
+        out, lse = kernels.stream_forward(q, k, v, starts, parents, scale)
+        slopes = kernels.stream_backward((q, k, v), out, lse, grad, starts, parents, scale)
+        hidden = torch.full((tokens, tokens), -math.inf, dtype=torch.float64, device="cpu")
+        for node, (first, length) in enumerate(zip(starts.tolist(), lengths, strict=False)):
+            part = slice(first, first + length)
+            hidden[part, part].triu_(1)
+            above = -1 if nodes is None else nodes[node]
+            while nodes is not None and above >= 0:
+                hidden[part, starts[above] : starts[above + 1]] = 0
+                above = nodes[above]
 
         # rearranges to [group, head in the group, token, head size]
-        def by_group(x: Tensor, part: slice = part, length: int = length) -> Tensor:
-            return x[part].double().view(length, groups, -1, size).permute(1, 2, 0, 3)
+        def by_group(x: Tensor) -> Tensor:
+            return x.double().view(tokens, groups, -1, size).permute(1, 2, 0, 3)
 
         queries, ks, vs, up = (by_group(x) for x in (q, k, v, grad))
-        future = torch.full((length, length), -math.inf, dtype=torch.float64, device="cpu").triu(1)
-        scores = queries @ ks.mT * scale + future
+        scores = queries @ ks.mT * scale + hidden
         weights = scores.softmax(-1)
         context = weights @ vs
-        yield f"causal attention with heads of {size}", by_group(out), context
+        yield f"attention of a stream with heads of {size}", by_group(out), context
         sums = scores.logsumexp(-1).permute(2, 0, 1)
-        yield "log-sums of causal attention", lse[part].view(length, groups, per), sums
+        yield "log-sums of a stream's attention", lse.view(tokens, groups, per), sums
         slope = weights * (up @ vs.mT - (up * context).sum(-1, keepdim=True)) * scale
         expected = slope @ ks, (slope.mT @ queries).sum(1, True), (weights.mT @ up).sum(1, True)
         for name, x, right in zip(("queries", "keys", "values"), slopes, expected, strict=True):
-            # A single token's softmax has a zero gradient; only rounding remains, which has no scale to compare with.
-            if length > 1 or name == "values":
-                yield f"gradient of {name} with heads of {size}", by_group(x), right
+            yield f"gradient of {name} with heads of {size}", by_group(x), right
 
 
 def _rms(x: Tensor) -> Tensor:

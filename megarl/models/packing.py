@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,20 @@ class SharedPrefixes:
     spans: tuple[SharedSpan, ...]  # columns of each inner node, and of the nodes below that see its tokens
     positions: Tensor  # int64 [t], on the CPU, positions of the tokens in their sequences
     multiplicity: Tensor  # int64 [t], on the CPU, number of sequences that have each token; 0 for padding
+
+    @functools.cached_property
+    def parents(self) -> tuple[int, ...]:
+        """The node before each node, -1 for none; nodes lie depth first."""
+        starts = [0, *itertools.accumulate(self.lengths)]
+        number_at = {start: number for number, start in enumerate(starts[:-1])}
+        spans, around, parents = {span.start: span for span in self.spans}, list[SharedSpan](), list[int]()
+        for start in starts[:-1]:
+            while around and around[-1].last <= start:
+                around.pop()
+            parents.append(number_at[around[-1].start] if around else -1)
+            if start in spans:
+                around.append(spans[start])
+        return tuple(parents)
 
     @functools.cached_property
     def longest(self) -> int:

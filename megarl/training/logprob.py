@@ -9,8 +9,8 @@ chunk, which is kept. On a GPU with fewer tokens than columns, the backward pass
 each row of the weight's gradient once, and the gradient to which all blocks add is the smaller one, [N, H]. Otherwise,
 and always on a CPU, whose bf16 products are rounded before they can be added, it goes by chunks of tokens. With a
 tensor-parallel group each rank reduces its columns to four numbers per token, and one all-gather of [4, N] combines
-them; the backward pass needs no communication. On a GPU, Triton kernels reduce the logits in one pass and compute their
-gradient (kernels/logits_gpu.py); on a CPU, and in float64, torch operations do.
+them; the backward pass needs no communication. Kernels reduce the logits and compute their gradient in one pass each:
+kernels/logits_gpu.py on a GPU, kernels/cpu.cpp on a CPU. Without them, and in float64, torch operations do.
 
     rank r:   m_r = max l,  s_r = sum exp(l - m_r),  t_r = sum exp(l - m_r) (l - m_r),  l[target] or 0
     together: M = max m_r,  S = sum s_r e^(m_r - M),  logZ = M + log S,
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.kernels import cpu
 from megarl.kernels.gpu import triton_kernels
 from megarl.models.head import head_logits, wide_product
 from megarl.models.soft_cap import cap_slope, capped
@@ -200,9 +201,11 @@ def _adds_wide(hidden: Tensor) -> bool:
     return hidden.is_cuda
 
 
-def _kernels(logits: Tensor) -> ModuleType | None:
-    """Return the Triton kernels for these logits; None to use torch operations."""
-    return triton_kernels().logits if logits.is_cuda and logits.dtype == torch.float32 else None
+def _kernels(logits: Tensor) -> ModuleType | cpu.CpuKernels | None:
+    """Return the Triton or the compiled CPU kernels for these logits; None to use torch operations."""
+    if logits.is_cuda:
+        return triton_kernels().logits if logits.dtype == torch.float32 else None
+    return cpu.logit_kernels(logits)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from megarl.kernels import cpu
 from megarl.kernels.cpu import HEAD_SIZES, add_norm_reference, silu_mul_reference
+from megarl.models.noise import exponential_noise
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
@@ -129,3 +131,54 @@ def test_rows_of_another_width_are_not_written(kernels):
     """A kernel would write past their end."""
     with pytest.raises(AssertionError, match="rows of 24"):
         kernels.silu_mul(torch.zeros(1, 48))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_logits_depends_on_no_other_row(kernels, dtype):
+    """Neither its statistics nor its gradient, whatever the batch and the memory between rows."""
+    logits, place = 5 * randn(7, 2 * 1024 + 21, dtype=dtype), {"start": 0, "inverse_temperature": 0.7}
+    targets, wide = torch.arange(7) * 300, torch.cat([logits, logits], 1)
+
+    def run(rows, of):
+        out = torch.empty(4, len(rows))
+        kernels.statistics(rows, targets[of], out, **place, entropy=True)
+        log_z, numbers = out[0] + out[1].log(), torch.ones(len(rows))
+        return out.t(), kernels.gradients(rows, targets[of], log_z, numbers, numbers, numbers, dtype, **place)
+
+    together = run(logits, slice(None))
+    for row in range(7):
+        of = slice(row, row + 1)
+        for given in (logits[of], wide[of, : logits.shape[1]]):
+            for alone, whole in zip(run(given, of), together, strict=True):
+                assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_drawn_token_is_the_one_of_torch_operations(kernels, dtype):
+    """In one piece or in shards of the vocabulary."""
+    logits, seeds, index = 3 * randn(50, 700, dtype=dtype), torch.arange(50) << 33, torch.arange(50)
+    place = {"inverse_temperature": 0.5, "greedy": False}
+    score, winner = (0.5 * logits.float() - exponential_noise(seeds, index, torch.arange(700))).max(-1)
+    (whole,) = kernels.draw(logits, seeds, index, start=0, **place)
+    assert torch.equal(whole[:, 1].long(), winner)
+    torch.testing.assert_close(whole[:, 0].float(), score, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole[:, 3], (0.5 * logits.double()).logsumexp(-1), rtol=1e-6, atol=1e-6)
+    shards = [kernels.draw(logits[:, part], seeds, index, start=part.start, **place)[0]
+              for part in (slice(0, 333), slice(333, 700))]  # fmt: skip
+    best = torch.stack(shards)[:, :, 0].argmax(0)
+    assert torch.equal(torch.stack(shards)[best, torch.arange(50), :3], whole[:, :3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tree_of_shared_prefixes_gives_the_bits_of_whole_sequences(kernels, dtype):
+    """Five tokens, then four or nine more, of which the last three have two branches."""
+    lengths, parents, paths = (5, 4, 6, 3, 2), (-1, 0, 0, 2, 2), ((0, 1), (0, 2, 3), (0, 2, 4))
+    starts = torch.tensor([0, *itertools.accumulate(lengths)])
+    tokens = [torch.arange(starts[node], starts[node + 1]) for node in range(len(lengths))]
+    q, k, v = (randn(int(starts[-1]), heads, 32, dtype=dtype, seed=heads) for heads in (6, 2, 2))
+    out, sums = kernels.stream_forward(q, k, v, starts, torch.tensor(parents), 0.2)
+    for path in paths:
+        here = torch.cat([tokens[node] for node in path])
+        alone = kernels.stream_forward(q[here], k[here], v[here], torch.tensor([0, len(here)]), None, 0.2)
+        assert torch.equal(alone[0], out[here])
+        assert torch.equal(alone[1], sums[here])

@@ -97,8 +97,10 @@ TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 0.03}
     [(None, {}), (8, {}), (30, {"sinks": True}), (None, {"sinks": True}), (None, {"values": 8}), (8, {"cap": 0.5})],
     ids=str,
 )
+@pytest.mark.parametrize("short", [0, prefixes.SHORT])
 @pytest.mark.parametrize("tree", TREES)
-def test_attention_equals_the_dense_mask(tree, window, more, dtype, monkeypatch):
+def test_attention_equals_the_dense_mask(tree, short, window, more, dtype, monkeypatch):
+    monkeypatch.setattr(prefixes, "SHORT", short)
     monkeypatch.setattr(products, "_ON_CPU", 4000)  # several blocks of queries
     monkeypatch.setattr(prefixes, "LONG", 30)
     errors = _errors(tree, dtype, window, **more)

@@ -8,12 +8,14 @@ sample, and every tensor-parallel rank finds the winner of its own shard without
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
+from megarl.kernels import cpu
 from megarl.kernels.gpu import decode_kernels
 from megarl.models.layers.mesh import Axis
 from megarl.models.noise import exponential_noise
@@ -82,9 +84,11 @@ class Sampler:
             seeds: int64 [n].
             index: int64 [n], number of the token within its sample, from 0.
         """
-        if logits.is_cuda and not self._filters and (kernels := decode_kernels(torch.float32)) is not None:
+        kernels = None if self._filters else _kernels(logits)
+        if kernels is not None:
             place = {"start": self._start, "inverse_temperature": self._inv_temperature, "greedy": self._greedy}
-            return self._join(_best(kernels.draw(logits.float(), seeds, index, **place)))
+            scored = logits.float() if logits.is_cuda else logits  # only the CPU's kernel reads bf16
+            return self._join(_best(kernels.draw(scored, seeds, index, **place)))
         z = self._scaled(logits)
         allowed = self._filter(z, index)
         total = torch.logsumexp(allowed if self._cfg.logprobs == "processed" else z, dim=-1)
@@ -154,6 +158,11 @@ class Sampler:
         """
         best = shard if self._tp.size == 1 else _best(self._tp.gather(shard))
         return best[:, 1].long(), (best[:, 2] - best[:, 3]).float()
+
+
+def _kernels(logits: Tensor) -> ModuleType | cpu.CpuKernels | None:
+    """Return the kernels that draw from these logits without filters, if there are some."""
+    return decode_kernels(torch.float32) if logits.is_cuda else cpu.logit_kernels(logits)
 
 
 def _best(parts: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 torch's CPU attention kernel is written for long sequences. Up to about 1,000 tokens in bf16, plain products over a few
 sequences at a time (so that the scores stay in a core's cache) take at most half its time, forward and backward; for a
-few dozen tokens one compiled loop (kernels/cpu.cpp) takes a quarter of that.
+few dozen tokens one compiled loop (kernels/stream.h) takes a fraction of that.
 
 Both read the stream as it is packed, without gathering or padding. The products batch neighbours of equal length, so a
 stream sorted by length is fastest; queries go in blocks, each with the keys up to its end, so that little more than the
@@ -155,9 +155,9 @@ class _FusedAttention(torch.autograd.Function):
         assert kernels is not None, "the caller has checked it"
         starts = torch.tensor([0, *itertools.accumulate(lengths)])
         q, k, v = (x.contiguous() for x in (q, k, v))
-        out, lse = kernels.causal_forward(q, k, v, starts, max(lengths), scale)
+        out, lse = kernels.stream_forward(q, k, v, starts, None, scale)
         ctx.save_for_backward(q, k, v, out, lse, starts)
-        ctx.longest, ctx.scale = max(lengths), scale
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -166,26 +166,32 @@ class _FusedAttention(torch.autograd.Function):
         kernels = cpu.load()
         assert kernels is not None, "the forward pass used them"
         grad = grad.contiguous()
-        dq, dk, dv = kernels.causal_backward(q, k, v, out, lse, grad, starts, ctx.longest, ctx.scale)
+        dq, dk, dv = kernels.stream_backward((q, k, v), out, lse, grad, starts, None, ctx.scale)
         return dq, dk, dv, None, None
 
 
 class CompiledLoop:
-    """Causal attention by the compiled CPU kernel, as a `Kernel` for attention with sinks."""
+    """Causal attention by the compiled CPU kernel, as a `Kernel` for attention with sinks and for shared prefixes.
 
-    def __init__(self, kernels: cpu.CpuKernels, lengths: tuple[int, ...], scale: float) -> None:
-        self._kernels, self._longest, self._scale = kernels, max(lengths), scale
+    `parents` are the nodes before each of the nodes of `lengths` tokens (-1: none); without them nodes are sequences.
+    """
+
+    def __init__(
+        self, kernels: cpu.CpuKernels, lengths: tuple[int, ...], scale: float, parents: Sequence[int] | None = None
+    ) -> None:
+        self._kernels, self._scale = kernels, scale
         self._starts = torch.tensor([0, *itertools.accumulate(lengths)])
+        self._parents = None if parents is None else torch.tensor(parents)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention [t, H, d] of q to k and v, and the log-sum of each query's exponentials, [t, H]."""
-        return self._kernels.causal_forward(q, k, v, self._starts, self._longest, self._scale)
+        return self._kernels.stream_forward(q, k, v, self._starts, self._parents, self._scale)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v for the probabilities exp(score - lse)."""
-        return self._kernels.causal_backward(q, k, v, out, lse, grad, self._starts, self._longest, self._scale)
+        return self._kernels.stream_backward((q, k, v), out, lse, grad, self._starts, self._parents, self._scale)
 
 
 def causal_attention(

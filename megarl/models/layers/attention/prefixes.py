@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megarl.data.prefix_tree import SharedSpan
 from megarl.kernels import cpu
-from megarl.models.layers.attention.cpu import COMPILED, CompiledLoop, runs
+from megarl.models.layers.attention.cpu import CompiledLoop, runs
 from megarl.models.layers.attention.products import Products, TorchCpu
 from megarl.models.layers.attention.scores import Scores
 from megarl.models.layers.attention.sinks import Kernel, attend_with_sinks
@@ -35,6 +35,9 @@ from megarl.models.packing import SharedPrefixes
 LONG = 512
 """Number of keys from which on torch's CPU kernel is faster than products, for a causal node and for bf16; in other
 cases it always is."""
+
+SHORT = 256
+"""Tokens of the longest sequence up to which the compiled loop is faster than products."""
 
 Place = slice | Tensor
 
@@ -104,28 +107,25 @@ class _Attend(torch.autograd.Function):
         return *ctx.kernel.backward(grad.contiguous(), q, k, v, out, lse), None
 
 
-def plain_parts(q: Tensor, v: Tensor, prefixes: SharedPrefixes, scores: Scores, window: int | None) -> MergedParts:
-    """Return the attention of a stream with shared prefixes by matrix products. If all nodes are short, a compiled loop
-    computes the attention within them on a CPU."""
-    parts = []
-    fits = q.is_cpu and q.shape[2] == v.shape[2] and cpu.CpuKernels.supports(q.dtype, q.shape[2])
-    short = fits and max(prefixes.lengths) <= COMPILED and scores.cap is None
-    short = short and (window is None or window >= max(prefixes.lengths))
-    kernels = cpu.load() if short else None
-    whole = slice(0, len(q))
+def plain_parts(q: Tensor, v: Tensor, prefixes: SharedPrefixes, scores: Scores, window: int | None) -> Kernel:
+    """Return the attention of a stream with shared prefixes: by one compiled loop on a CPU if all sequences are short,
+    otherwise by matrix products."""
     plain = q.is_cpu and q.shape[2] == v.shape[2] and scores.cap is None
-    if kernels is not None:
-        parts.append(Part(whole, whole, CompiledLoop(kernels, prefixes.lengths, scores.scale)))
-    else:
-        for start, count, length in runs(prefixes.lengths, q.shape[1]):
-            here = slice(start, start + count * length)
-            seen = None
-            if window is not None and window < length:
-                seen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1 - window)
-            kernel: Kernel = Products(count, scores.scale, scores.cap, causal=True, seen=seen)
-            if plain and count == 1 and seen is None and length >= LONG:
-                kernel = TorchCpu(scores.scale, causal=True)
-            parts.append(Part(here, here, kernel))
+    if plain and prefixes.longest <= SHORT and (window is None or window >= prefixes.longest):
+        kernels = cpu.load() if cpu.CpuKernels.supports(q.dtype, q.shape[2]) else None
+        if kernels is not None:
+            loop: Kernel = CompiledLoop(kernels, prefixes.lengths, scores.scale, prefixes.parents)
+            return loop
+    parts = []
+    for start, count, length in runs(prefixes.lengths, q.shape[1]):
+        here = slice(start, start + count * length)
+        seen = None
+        if window is not None and window < length:
+            seen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1 - window)
+        kernel: Kernel = Products(count, scores.scale, scores.cap, causal=True, seen=seen)
+        if plain and count == 1 and seen is None and length >= LONG:
+            kernel = TorchCpu(scores.scale, causal=True)
+        parts.append(Part(here, here, kernel))
     for span in prefixes.spans:
         keys, queries = slice(span.start, span.end), slice(span.end, span.last)
         seen = None
