@@ -153,14 +153,20 @@ class LogprobRows:
 def _by_tokens(
     rows: LogprobRows, weight: Tensor, shard: VocabularyShard, kept_logits: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden states and weight, computed for `shard.chunk` tokens at a time."""
-    hidden = rows.hidden
+    """Return the gradients of hidden states and weight, computed for `shard.chunk` tokens at a time; None for a weight
+    with `add_gradient`, to whose buffer the gradient is added."""
+    hidden, add_gradient = rows.hidden, getattr(weight, "add_gradient", None)
     if kept_logits is not None:  # all tokens are one chunk, so there is no sum over chunks
         grad_logits = _grad_logits(kept_logits, rows, shard, True, weight.dtype)
-        return grad_logits @ weight if wants[0] else None, grad_logits.t() @ hidden if wants[1] else None
+        grad_hidden = grad_logits @ weight if wants[0] else None
+        if wants[1] and add_gradient is not None:
+            add_gradient(weight.main_grad, grad_logits, hidden)
+            return grad_hidden, None
+        return grad_hidden, grad_logits.t() @ hidden if wants[1] else None
     grad_hidden = torch.empty_like(hidden) if wants[0] else None
     # Sums over chunks are float32: a bf16 accumulator would lose the small contributions of late chunks.
-    grad_weight = weight.new_zeros(weight.shape, dtype=rows.log_z.dtype) if wants[1] else None
+    kept_apart = wants[1] and add_gradient is None
+    grad_weight = weight.new_zeros(weight.shape, dtype=rows.log_z.dtype) if kept_apart else None
     for begin in range(0, hidden.shape[0], shard.chunk):
         part = slice(begin, begin + shard.chunk)
         logits = capped(head_logits(hidden[part], weight), shard.cap)
@@ -169,6 +175,8 @@ def _by_tokens(
             torch.mm(grad_logits, weight, out=grad_hidden[part])
         if grad_weight is not None:
             grad_weight += torch.mm(grad_logits.t(), hidden[part])
+        elif wants[1] and add_gradient is not None:
+            add_gradient(weight.main_grad, grad_logits, hidden[part])
         del logits, grad_logits  # frees the memory for the next chunk
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.config.training import EngineConfig, OptimConfig
+from megarl.kernels import amx
 from megarl.models.draft_head import DRAFT
 from megarl.models.layer_forms import te_problem
 from megarl.system.compat import megatron as compat
@@ -65,10 +66,28 @@ def wrap_chunks(
         overlap_grad_reduce=engine.overlap_grad_reduce,
         use_distributed_optimizer=engine.distributed_optimizer,
     )
-    return [
+    wrapped = [
         DistributedDataParallel(model_config, config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
+    # Gradients that are sent while others are computed go through Megatron's hooks, which need them as tensors.
+    if not engine.overlap_grad_reduce:
+        add_gradients_in_products(chunks)
+    return wrapped
+
+
+def add_gradients_in_products(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let the products of weights' gradients add to the float32 buffers where the CPU has a kernel for it.
+
+    Call it after the chunks have their buffers.
+    The layers and the head then compute no gradient tensor for these weights (`add_gradient`); gradients that a weight
+    gets elsewhere, such as an embedding that is also the head, are added as before.
+    """
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        sums = getattr(parameter, "main_grad", None)
+        fits = sums is not None and sums.dtype == torch.float32 and sums.is_contiguous()
+        if fits and amx.AmxKernels.fits(parameter) and amx.load() is not None:
+            parameter.add_gradient = amx.add_gradient  # type: ignore[attr-defined]
 
 
 def build_optimizer(

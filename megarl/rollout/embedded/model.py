@@ -7,7 +7,8 @@ size. Hidden states are whole on every tensor-parallel rank, whether or not the 
 
 Copies are made in two cases, and only while `DecoderStage` lives (one call of `generate`): when decoding in another
 dtype than the parameters', and on a CPU, where oneDNN re-orders a weight on every call unless it is packed beforehand.
-Packing is worth 17% (bf16) to 23% (fp32) of the matmul time at 64 rows and is skipped above `PACK_LIMIT_BYTES`.
+Packing is worth 17% (bf16) to 23% (fp32) of the matmul time at 64 rows and is skipped above `PACK_LIMIT_BYTES`. With
+AMX, bf16 weights are packed for kernels/amx.cpp, whose products of 32 rows take two thirds of the time of oneDNN's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.kernels import amx
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
 from megarl.kernels.gpu import decode_kernels
@@ -74,6 +76,10 @@ class Recipe:
         w, b = self.cast(weight), None if bias is None else self.cast(bias)
         if not self.pack_rows:
             return lambda x: F.linear(x, w, b)
+        kernels = amx.load() if amx.AmxKernels.fits(w) else None
+        if kernels is not None:
+            tiles = kernels.pack(w)
+            return lambda x: tiles.multiply(x, b)
         packed = torch.ops.mkldnn._reorder_linear_weight(w, self.pack_rows)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")
 

@@ -84,7 +84,9 @@ class Sampler:
             seeds: int64 [n].
             index: int64 [n], number of the token within its sample, from 0.
         """
-        kernels = None if self._filters else _kernels(logits)
+        kernels: ModuleType | cpu.CpuKernels | None = None
+        if not self._filters:
+            kernels = decode_kernels(torch.float32) if logits.is_cuda else cpu.logit_kernels(logits)
         if kernels is not None:
             place = {"start": self._start, "inverse_temperature": self._inv_temperature, "greedy": self._greedy}
             scored = logits.float() if logits.is_cuda else logits  # only the CPU's kernel reads bf16
@@ -158,11 +160,6 @@ class Sampler:
         """
         best = shard if self._tp.size == 1 else _best(self._tp.gather(shard))
         return best[:, 1].long(), (best[:, 2] - best[:, 3]).float()
-
-
-def _kernels(logits: Tensor) -> ModuleType | cpu.CpuKernels | None:
-    """Return the kernels that draw from these logits without filters, if there are some."""
-    return decode_kernels(torch.float32) if logits.is_cuda else cpu.logit_kernels(logits)
 
 
 def _best(parts: Tensor) -> Tensor:

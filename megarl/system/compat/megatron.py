@@ -153,6 +153,14 @@ REWRITES: tuple[Rewrite, ...] = (
         "torch converts a bf16 gradient to float32 as a whole first; blocks stay in the cache: a third of the CPU time",
     ),
     Rewrite(
+        "added-gradient",
+        ("megatron.core.tensor_parallel.layers",),
+        r"grad_weight = grad_output\.t\(\)\.matmul\(total_input\)",
+        "grad_weight = (weight.add_gradient(weight.main_grad, grad_output, total_input) "
+        "if hasattr(weight, 'add_gradient') else grad_output.t().matmul(total_input))",
+        "Megatron's switch for adding gradients within the product needs Apex; CPUs with AMX have kernels/amx.py",
+    ),
+    Rewrite(
         "adam-step-copy",
         ("megatron.core.optimizer.distrib_optimizer",),
         r"(for key in dst_tensors:\n)(\s+)(dst_tensors\[key\]\.copy_)",
