@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,7 @@ def _logits(kernels: CpuKernels, draw: _Draw) -> Iterator[tuple[str, Tensor, Ten
         logits = draw(count, columns)
         wide, targets = logits.double() * factor, torch.arange(count, device="cpu") * 9
         out = torch.zeros(4, count, device="cpu")
-        place = {"start": start, "inverse_temperature": factor}
+        place: dict[str, Any] = {"start": start, "inverse_temperature": factor}
         kernels.statistics(logits, targets, out, **place, entropy=True)
         peak = wide.amax(1)
         shifted = wide - peak[:, None]
@@ -96,10 +97,9 @@ def _logits(kernels: CpuKernels, draw: _Draw) -> Iterator[tuple[str, Tensor, Ten
         numbers = [x.float() for x in (log_z, entropy, up, slope)]
         for with_logp, with_entropy in ((1, 1), (1, 0), (0, 1)):
             given = numbers[2] if with_logp else None, numbers[3] if with_entropy else None
-            result, short = (
-                kernels.gradients(logits, targets, *numbers[:2], *given, dtype, **place)
-                for dtype in (torch.float32, torch.bfloat16)
-            )
+            inputs = targets, numbers[0], numbers[1], *given
+            result = kernels.gradients(logits, *inputs, torch.float32, **place)
+            short = kernels.gradients(logits, *inputs, torch.bfloat16, **place)
             yield f"gradient of {columns} logits", result, with_logp * of_logp + with_entropy * of_entropy
             yield f"rounded gradient of {columns} logits", short, result.bfloat16().double()
 

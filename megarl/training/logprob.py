@@ -160,7 +160,7 @@ def _by_tokens(
         grad_logits = _grad_logits(kept_logits, rows, shard, True, weight.dtype)
         grad_hidden = grad_logits @ weight if wants[0] else None
         if wants[1] and add_gradient is not None:
-            add_gradient(weight.main_grad, grad_logits, hidden)
+            add_gradient(weight.main_grad, grad_logits, hidden)  # type: ignore[attr-defined]
             return grad_hidden, None
         return grad_hidden, grad_logits.t() @ hidden if wants[1] else None
     grad_hidden = torch.empty_like(hidden) if wants[0] else None
@@ -176,7 +176,7 @@ def _by_tokens(
         if grad_weight is not None:
             grad_weight += torch.mm(grad_logits.t(), hidden[part])
         elif wants[1] and add_gradient is not None:
-            add_gradient(weight.main_grad, grad_logits, hidden[part])
+            add_gradient(weight.main_grad, grad_logits, hidden[part])  # type: ignore[attr-defined]
         del logits, grad_logits  # frees the memory for the next chunk
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
@@ -243,7 +243,7 @@ def reduce_logits(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: 
         return
     kernels = _kernels(logits)
     if kernels is not None:
-        place = {"start": shard.start, "inverse_temperature": shard.inverse_temperature}
+        place: dict[str, Any] = {"start": shard.start, "inverse_temperature": shard.inverse_temperature}
         kernels.statistics(logits, targets, out, entropy=shard.entropy, **place)
         return
     for rows in _cached_rows(logits):
@@ -308,7 +308,7 @@ def capped_gradient(
     kernels = _kernels(logits) if logits.shape[1] else None
     if kernels is not None:
         inputs = rows.targets, rows.log_z, rows.entropy, rows.grad_logp, rows.grad_entropy
-        place = {"start": shard.start, "inverse_temperature": shard.inverse_temperature}
+        place: dict[str, Any] = {"start": shard.start, "inverse_temperature": shard.inverse_temperature}
         return kernels.gradients(logits, *inputs, dtype, **place)
     gradient = torch.empty_like(logits, dtype=dtype)
     for part in _cached_rows(logits):

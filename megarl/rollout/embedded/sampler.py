@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,9 +89,9 @@ class Sampler:
         if not self._filters:
             kernels = decode_kernels(torch.float32) if logits.is_cuda else cpu.logit_kernels(logits)
         if kernels is not None:
-            place = {"start": self._start, "inverse_temperature": self._inv_temperature, "greedy": self._greedy}
+            place: dict[str, Any] = {"start": self._start, "inverse_temperature": self._inv_temperature}
             scored = logits.float() if logits.is_cuda else logits  # only the CPU's kernel reads bf16
-            return self._join(_best(kernels.draw(scored, seeds, index, **place)))
+            return self._join(_best(kernels.draw(scored, seeds, index, greedy=self._greedy, **place)))
         z = self._scaled(logits)
         allowed = self._filter(z, index)
         total = torch.logsumexp(allowed if self._cfg.logprobs == "processed" else z, dim=-1)
