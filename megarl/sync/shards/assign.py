@@ -74,8 +74,8 @@ def receivers_of(
 ) -> list[ReceivingRank]:
     """Return the ranks of all servers, each with its cell (servers that share a process group).
 
-    Servers on a machine in `gathering`, whose ranks gather stripes from each other, share a cell. There are at most
-    `most` cells, and at most one for each of the trainer's ranks, of which there are `senders`.
+    Servers on a machine in `gathering`, whose ranks exchange stripes (shares of what several of them need), share a
+    cell. There are at most `most` cells, and at most one for each of the trainer's ranks, of which there are `senders`.
     """
     cell_of = list(range(len(servers)))
     first_on: dict[str, int] = {}
@@ -234,8 +234,8 @@ def _filled(levels: list[float], slopes: list[float], amount: float, grain: floa
 
 
 def nearest(holders: Sequence[int], places: Sequence[GpuPlace], receiver: GpuPlace) -> Sequence[int]:
-    """Return which of the ranks `holders` may send a box that all of them hold: the ranks on the receiver's GPU; if
-    there are none, the ranks on the receiver's machine; else all.
+    """Return which of the ranks `holders` may send a box (a part of a tensor) that all of them hold: the ranks on the
+    receiver's GPU; if there are none, the ranks on the receiver's machine; else all.
 
     Runs have no receivers on the trainer's GPUs, but plans of published models do.
     """

@@ -3,15 +3,16 @@
     sender    pack A, send A, pack B, send B, wait for A, pack A, send A, wait for B, ...
     receiver  receive A, receive B, wait for A, gather and unpack A, receive A, wait for B, ...
 
-A, B: the two buffers of a rank. So the next round is there when a round ends.
+A, B: the two buffers of a rank. So the messages of the next round are already in flight when a round ends.
 
 Servers' processes, which lack megarl, load this file too, so it imports nothing of megarl. It reads the tables of
 program.py as arrays by their names on the wire (`links.offset`).
 
 All ranks run their rounds in one order, and each has at most two rounds in flight. So all ranks of the first unfinished
-round have started it, and it ends. Server ranks on one machine gather the stripes of a round while they receive the
-next one, in a process group of their own, also in this order. If a round cannot end because a rank is gone, the process
-group of its cell (trainer ranks, and the servers that they send to) is aborted; other cells continue.
+round have started it, and it ends. Server ranks on one machine that need the same bytes each receive a stripe (a share)
+of these bytes. They gather the stripes of a round while they receive the next round, in a process group of their own,
+also in this order. If a round cannot end because a rank is gone, the process group of its cell (trainer ranks, and the
+servers that they send to) is aborted; other cells continue.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class ServerCell:
         name: unique name of the process group.
         trainers: ranks of the trainer.
         servers: number of ranks of each server, by the server's number.
-        machines: ranks (server, rank) that gather stripes from each other, machine by machine.
+        machines: for each machine whose server ranks exchange stripes (shares of what several of them need), these
+            ranks as (server, rank).
     """
 
     name: str
@@ -82,7 +84,8 @@ class ServerCell:
         return len(self.trainers) + before + rank
 
     def gathering(self, server: int, rank: int) -> tuple[str, tuple[tuple[int, int], ...]] | None:
-        """Return name and members of the group in which a rank of a server gathers stripes, or None."""
+        """Return name and members of the process group in which a server rank exchanges stripes (shares of what several
+        ranks need) with others on its machine; None: it does not."""
         for number, members in enumerate(self.machines):
             if (server, rank) in members:
                 return f"{self.name}-machine-{number}", members
@@ -143,7 +146,11 @@ class RoundMessage:
 
 @dataclass(frozen=True)
 class StripeGroup:
-    """The process group of the ranks (server, rank) of a machine that gather stripes, in the order `members`."""
+    """The process group of the ranks of a machine that exchange stripes (shares of what several of them need).
+
+    Attributes:
+        members: (server, rank) of each, in the order of the group's ranks.
+    """
 
     group: dist.ProcessGroup
     members: tuple[tuple[int, int], ...]
@@ -158,8 +165,9 @@ class Round:
         name: phase and number of the round, for errors.
         buffer: which of the rank's two buffers the round uses: 0 or 1.
         parameters, parts: equally shaped views of parameters and of the buffer, which are copied one to the other.
-        stripe: uint8, the part of the buffer that this rank sends to the other ranks of its machine; None: no gather.
-        stripes: where the stripes of these ranks go, with (server, rank) as the peer.
+        stripe: uint8, the part of the buffer that this rank, after receiving it, sends to other ranks of its machine
+            that need it too; None: there is none.
+        stripes: the parts of the buffer in which these ranks' stripes arrive, with (server, rank) as the peer.
     """
 
     cell: int
@@ -185,7 +193,7 @@ class Round:
 
     @property
     def on_device(self) -> bool:
-        """Whether the messages lie in a GPU's memory."""
+        """Whether the messages are in a GPU's memory."""
         return self.messages[0].data.is_cuda if self.stripe is None else self.stripe.is_cuda
 
     @property
@@ -208,7 +216,7 @@ def rounds_of_sender(tables: Tables, parameters: Sequence[Tensor], dtypes: Seque
 def rounds_of_receiver(
     tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str], who: tuple[int, int]
 ) -> list[Round]:
-    """Return the rounds of rank `who` (server, rank); the other arguments are those of `rounds_of_sender`."""
+    """Return the rounds of server rank `who` (server, rank); the other arguments are those of `rounds_of_sender`."""
     return _rounds(tables, parameters, dtypes, who)
 
 
@@ -233,7 +241,7 @@ def _rounds(
         part = buffers[turn % 2][place : place + nbytes] if place >= 0 else None
         peer = (receiver[0], receiver[1]) if sends else (-1, sender)
         message = RoundMessage(peer, part if part is not None else torch.empty(0))
-        if who in (None, (receiver[0], receiver[1])):  # other ranks of the machine receive the rest of the stripes
+        if who in (None, (receiver[0], receiver[1])):  # other messages go to other ranks of the machine
             rounds[turn].messages.append(message)
         data.append(message)
     if who is not None:
@@ -252,10 +260,10 @@ def _rounds(
 
 
 def _buffers(tables: Tables, at: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return the buffer of rounds with even places, and that of the others: uint8.
+    """Return the two buffers, uint8: that of rounds with even numbers in the table, and that of odd ones.
 
     Args:
-        at: first byte of each message in its buffer; -1: in none.
+        at: first byte of each message in its buffer; -1: the message needs no buffer.
     """
     ends = [[0], [0]]
     for place, nbytes, turn in zip(
@@ -268,7 +276,8 @@ def _buffers(tables: Tables, at: Sequence[int], device: torch.device) -> list[Te
 
 
 def _add_stripes(rounds: Sequence[Round], tables: Tables, buffers: Sequence[Tensor], who: tuple[int, int]) -> None:
-    """Add to rounds the stripes that rank `who` (server, rank) and the other ranks of its machine send each other."""
+    """Set in each round the stripe (share of bytes) that rank `who` (server, rank) sends to other ranks of its machine,
+    and the stripes that it receives from them."""
     columns = (tables[f"fans.{key}"].tolist() for key in ("round", "server", "rank", "at", "stripe"))
     for turn, server, rank, place, nbytes in zip(*columns, strict=True):
         part = buffers[turn % 2][place : place + nbytes]
@@ -303,7 +312,8 @@ class RoundRunner:
             give up the cell, or None.
         lost: called with the number of a cell that this rank gives up, and the reason.
         deadline_s: seconds after which a round has failed.
-        machine: the group in which a receiver gathers stripes, if its rounds have any.
+        machine: the group in which a server rank exchanges stripes (shares of what several ranks of its machine need);
+            None: it exchanges none.
     """
 
     def __init__(
@@ -365,7 +375,7 @@ class RoundRunner:
         return self._begin(now, operations, now.described(sends=self.sends), groups)
 
     def _start_gather(self, now: Round, groups: Mapping[int, dist.ProcessGroup]) -> list[dist.Work]:
-        """Start to exchange the stripes of a round that has been received; return what to wait for."""
+        """Start to exchange the stripes (shares) of a round with other ranks of the machine; return the handles."""
         if now.stripe is None or self.machine is None or now.cell in self.failed:
             return []
         group, members = self.machine.group, self.machine.members
@@ -381,7 +391,8 @@ class RoundRunner:
     def _begin(
         self, now: Round, operations: list[dist.P2POp], what: str, groups: Mapping[int, dist.ProcessGroup]
     ) -> list[dist.Work]:
-        """Start operations of a round as one batch; return what to wait for."""
+        """Start operations of a round as one batch; return their handles. If that fails, give up the round's cell (its
+        process group) and return none."""
         try:
             return dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
@@ -393,7 +404,8 @@ class RoundRunner:
         flight: tuple[Round, list[dist.Work]],
         groups: Mapping[int, dist.ProcessGroup],
     ) -> None:
-        """Wait until the messages of a round have arrived; a receiver then gathers and unpacks it."""
+        """Wait until the messages of a round have arrived; a receiver then exchanges stripes with other ranks of its
+        machine, and copies everything to its parameters."""
         now, works = flight
         if self._arrived(now, works, partial(now.described, sends=self.sends), groups):
             self.nbytes += now.nbytes
@@ -410,7 +422,8 @@ class RoundRunner:
         what: Callable[[], str],
         groups: Mapping[int, dist.ProcessGroup],
     ) -> bool:
-        """Wait until `works` of a round have ended, or give up its cell; return whether something has arrived."""
+        """Wait until `works` of a round have ended; return whether there were any and all succeeded. If one fails, give
+        up the round's cell (its process group)."""
         if not works or now.cell in self.failed:
             return False
         end = time.monotonic() + self.deadline_s

@@ -206,7 +206,8 @@ class UpdatePlan:
         return TargetTable(part, server, rank, table.parameter[need], offset, table.strides[need])
 
     def gathering_ranks(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the ranks (server, rank) that gather stripes, by the name of their machine."""
+        """Return the ranks (server, rank) that exchange stripes (shares of what several ranks of a machine need), by
+        the name of their machine."""
         members = set(zip(self.fans.server.tolist(), self.fans.rank.tolist(), strict=True))
         machines: dict[str, list[tuple[int, int]]] = {}
         for receiver in self.receivers:

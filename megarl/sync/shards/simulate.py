@@ -31,8 +31,9 @@ def simulated_seconds(plan: UpdatePlan, rates: LinkRates) -> float:
 
     Each rank runs its rounds one after the other, and starts a round when the last but one has ended. A message begins
     when both ranks have reached its round. All messages of a rank in a round share the rank's bandwidth, so a message
-    takes as long as the busier of its two ranks needs for all of that rank's messages. Server ranks exchange stripes
-    (shares of boxes) while the next round runs; only the exchange after the last round adds to the time.
+    takes as long as the busier of its two ranks needs for all of that rank's messages. Server ranks on a machine
+    exchange stripes (shares of what several of them need) while the next round runs; only the exchange after the last
+    round adds to the time.
     """
     sender, receiver = plan.messages.sender, plan.receiver_numbers
     senders, receivers = int(sender.max()) + 1, len(plan.receivers)

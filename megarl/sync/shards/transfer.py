@@ -49,7 +49,7 @@ _QUIET_S = 10.0  # seconds without a heartbeat after which a rank counts as gone
 _LOOK_S = 0.25  # seconds between two checks of a cell's heartbeats
 _GRACE_S = 2.0  # seconds to wait for the answer of a receiver whose cell was given up
 _POLL_S = 0.02
-_LOOKS = 2000  # a second, by all ranks together, while they wait for receivers to begin
+_LOOKS = 2000  # checks of the store per second by all ranks together, while they wait for receivers to be ready
 _PHASE = "update from shard to shard"
 _ANSWERED = 200  # HTTP status with which a server refuses a call; other failures have another status or none
 
@@ -90,7 +90,7 @@ Planner = Callable[[OwnShards, Sequence[ServerStorage]], UpdatePlan]
 
 @dataclass(frozen=True)
 class _Described:
-    """A receiver as its ranks have described it: the storage of each, and the name of the machine on which it runs."""
+    """How the ranks of a receiver store the model, and the name of each rank's machine, as the ranks have described."""
 
     ranks: tuple[RankStorage, ...]
     machines: tuple[str, ...]
@@ -363,7 +363,7 @@ class ShardTransfer:
     def _planned(self, receivers: Sequence[ShardReceiver]) -> UpdatePlan:
         same: dict[str, RankStorage] = {}
         servers = []
-        seats = Counter(place.machine for place in self.own.places)  # GPUs of a machine that have a rank
+        seats = Counter(place.machine for place in self.own.places)  # by machine, how many ranks it has so far
         for receiver in receivers:
             described = self._described[receiver.url]
             places = []
@@ -528,7 +528,7 @@ class CellWatch:
     Args:
         name: first part of the update's keys.
         cells: ranks of each cell (receivers that share a process group), by its number.
-        trainers: number of trainer ranks, which all watch.
+        trainers: number of trainer ranks; all of them watch.
     """
 
     def __init__(self, store: SharedStore, name: str, cells: Mapping[int, ServerCell], trainers: int) -> None:

@@ -96,7 +96,7 @@ class NeedRows:
 
 
 def machines_of(servers: Sequence[ServerStorage], needs: NeedRows, trainers: TrainerHolders) -> dict[str, MachineNeeds]:
-    """Return what the server ranks of each machine need, by the name of the machine."""
+    """Return the needs of the server ranks on each machine, by the name of the machine."""
     members: dict[str, list[int]] = {}
     places = (place for server in servers for place in server.places)
     for number, place in enumerate(places):
@@ -107,10 +107,12 @@ def machines_of(servers: Sequence[ServerStorage], needs: NeedRows, trainers: Tra
 def cell_wire(
     cell: Sequence[int], receivers: Sequence[ReceivingRank], needs: NeedRows, machines: Mapping[str, MachineNeeds]
 ) -> CellWire:
-    """Return what is sent to the receivers with the numbers `cell`, which are all those of one cell.
+    """Return what is sent to one cell (servers that share a process group).
 
     Args:
-        machines: what the ranks of each machine need. The ranks of one that gathers are all in this cell.
+        cell: the numbers of all server ranks in this cell.
+        machines: the needs of the ranks on each machine. If ranks on a machine exchange stripes (shares of what several
+            of them need), all ranks on this machine are in one cell.
     """
     members: dict[str, list[int]] = {}
     for number in cell:
@@ -159,33 +161,36 @@ def _kinds(fans: Sequence[Sequence[int]]) -> list[int]:
     return kinds
 
 
-#: Boxes, targets, parts, number of the receiver of each part, and groups that gather.
+#: Boxes, targets, parts, number of the receiver of each part, and groups of ranks that exchange stripes.
 _Wire = tuple[WireTable, WireTargets, PartTable, Array, list[tuple[int, ...]]]
 
 
 class TrainerHolders:
-    """On which machines the trainer's ranks hold boxes.
+    """The machines on which trainer ranks hold each box (part of a tensor).
 
     Args:
-        sets: the sets of ranks that hold a box; `places`: where each rank runs.
+        sets: the sets of ranks that hold a box.
+        places: where each rank runs.
     """
 
     def __init__(self, sets: Sequence[tuple[int, ...]], places: Sequence[GpuPlace]) -> None:
         self._machines = [{places[rank].machine for rank in ranks} for ranks in sets]
 
     def near(self, machine: str) -> Array:
-        """Return for each set whether a rank of it runs on `machine`: bool [sets]."""
+        """Return for each set of ranks whether one of them runs on `machine`: bool [sets]."""
         return np.array([machine in names for names in self._machines], bool)
 
 
 @dataclass(frozen=True, eq=False)
 class _MachineRows:
-    """Needs of ranks of one machine.
+    """Needs of server ranks on one machine: in each row a part of a tensor that one of them needs.
 
     Attributes:
-        members: numbers of the receivers.
-        need: int64 [n], row of each need in `NeedRows.table`; `member`: int64 [n], its rank's place in `members`.
-        table: the needs; `holders`: int32 [n], set of trainer ranks that hold the box.
+        members: numbers of the server ranks.
+        need: int64 [n], row in `NeedRows.table`.
+        member: int64 [n], index in `members` of the rank that needs this part.
+        table: these rows of `NeedRows.table`.
+        holders: int32 [n], number of the set of trainer ranks that hold the part.
         step: as in `NeedRows`.
     """
 
@@ -198,7 +203,7 @@ class _MachineRows:
 
     @classmethod
     def of(cls, members: Sequence[int], needs: NeedRows) -> _MachineRows:
-        """Return all needs of the receivers with the numbers `members`."""
+        """Return all needs of the server ranks with the numbers `members`."""
         spans = [(needs.first[number], needs.last[number]) for number in members]
         need = np.concatenate([np.arange(*span) for span in spans])
         member = np.repeat(np.arange(len(members)), [end - start for start, end in spans])
@@ -206,30 +211,31 @@ class _MachineRows:
         return cls(members, need, member, table, needs.holders[table.box], needs.step)
 
     def take(self, rows: Array) -> _MachineRows:
-        """Return these needs."""
+        """Return the given rows: int [n], or bool for each row."""
         need, member, holders = self.need[rows], self.member[rows], self.holders[rows]
         return _MachineRows(self.members, need, member, self.table.take(rows), holders, self.step)
 
     @property
     def who(self) -> Array:
-        """Number of the receiver of each need: int64 [n]."""
+        """Number of the server rank that needs each row: int64 [n]."""
         return np.array(self.members)[self.member]
 
     @property
     def extent(self) -> Array:
-        """Size of each box along its `extent_dim`: int64 [n]."""
+        """Size of each part along its first dimension with more than one element: int64 [n]."""
         size = self.table.hi - self.table.lo
         return np.take_along_axis(size, extent_dim(size)[:, None], 1)[:, 0]
 
 
 class MachineNeeds:
-    """The boxes that the server ranks of a machine need, and whether the ranks gather stripes of them.
+    """The boxes (parts of tensors) that the server ranks of a machine need, and whether each rank receives only a
+    stripe (a share) of common boxes, which the ranks then exchange.
 
     Boxes that a trainer rank of this machine holds do not cross the network. They are sent to each rank that stores
     them.
 
     Args:
-        members: numbers of the receivers on the machine.
+        members: numbers of the server ranks on the machine.
         near: bool, for each set of trainer ranks whether one of them runs on this machine.
     """
 
@@ -243,7 +249,7 @@ class MachineNeeds:
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether the ranks receive stripes and gather them, because several need the same boxes."""
+        """Whether the ranks receive stripes (shares) of boxes that several of them need, and exchange them."""
         far = self._far
         if len(np.unique(far.member)) < 2:
             return False
@@ -257,17 +263,18 @@ class MachineNeeds:
         return _equal_boxes(self._far)
 
     def fanned(self) -> list[_Wire]:
-        """Return what is sent if the ranks gather stripes of what crosses the network."""
+        """Return what is sent if the ranks exchange stripes (shares of what several of them need) of everything that
+        crosses the network."""
         near = [] if self._near is None else [_plain(self._near)]
         return [_fanned(self._far, self._box), *near]
 
     def plain(self, ranks: Sequence[int], needs: NeedRows) -> list[_Wire]:
-        """Return what is sent to some of the receivers on the machine if each receives what it stores."""
+        """Return what is sent to some `ranks` on the machine if each of them receives all that it stores."""
         return [_plain(self._all if list(ranks) == list(self._all.members) else _MachineRows.of(ranks, needs))]
 
 
 def _plain(rows: _MachineRows) -> _Wire:
-    """Return what is sent if each rank receives what it stores."""
+    """Return what is sent if each server rank receives all that it stores."""
     count = np.arange(len(rows.need))
     boxes = WireTable(rows.need, rows.holders, np.full(len(count), -1))
     part = PartTable(count, np.zeros_like(count), rows.extent, rows.table.nbytes)
@@ -275,13 +282,14 @@ def _plain(rows: _MachineRows) -> _Wire:
 
 
 def _fanned(rows: _MachineRows, box: Array) -> _Wire:
-    """Return what is sent if ranks that store the same boxes receive stripes and gather them.
+    """Return what is sent if server ranks that store the same boxes (parts of tensors) each receive a stripe (a share)
+    of them, which they then exchange.
 
     Args:
-        box: as `_equal_boxes` returns it.
+        box: the number of each row's box, from `_equal_boxes`.
     """
     order = np.argsort(box, kind="stable")
-    first = order[np.flatnonzero(np.diff(box[order], prepend=-1))]  # the first rank's need of each box
+    first = order[np.flatnonzero(np.diff(box[order], prepend=-1))]  # first row of each box
     stored = np.zeros((len(first), len(rows.members)), bool)
     stored[box, rows.member] = True
     patterns, pattern = np.unique(np.packbits(stored, axis=1), axis=0, return_inverse=True)
@@ -310,7 +318,8 @@ def _fanned(rows: _MachineRows, box: Array) -> _Wire:
 
 
 def _equal_boxes(rows: _MachineRows) -> Array:
-    """Return a number for each need, equal for the same box, counted in the order of the boxes."""
+    """Number the different boxes (parts of tensors) in `rows` from 0, in order; return the number of each row's box:
+    int64 [n]."""
     corners = np.concatenate([rows.table.lo, rows.table.hi], 1)
     order = np.lexsort((rows.member, *corners.T[::-1], rows.table.box))
     box, corners = rows.table.box[order], corners[order]

@@ -170,11 +170,11 @@ def storage_of(model: Any, tables: dict[str, Any]) -> tuple[_Described, dict[str
 
 
 def _refuse_quantised(parameter: str, stored: torch.dtype, tensor: str, sent: str) -> None:
-    """Raise CannotDescribe if a parameter's numbers mean something only together with scales, which are not sent."""
+    """Raise CannotDescribe if a parameter is quantised, because its scales are not sent."""
     if (not stored.is_floating_point or stored.itemsize == 1) and str(stored) != f"torch.{sent}":
         raise CannotDescribe(
-            f"parameter {parameter} has dtype {stored}, and tensor {tensor} comes as {sent}, without the scales of "
-            "quantised weights; start the server without quantisation"
+            f"parameter {parameter} is quantised ({stored}), but the trainer sends tensor {tensor} as {sent}, without "
+            "scales; start the server without quantisation"
         )
 
 
@@ -304,8 +304,9 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def _join(store: dist.Store, cell: Any, header: dict[str, Any]) -> Any:
-    """Join the group of a cell and that of this rank's machine, unless this rank is in them; return the `StripeGroup`
-    of the machine, or None if this rank gathers nothing."""
+    """Join the process group of a cell (trainer ranks and servers), and the group of ranks on this machine that
+    exchange stripes (shares of what several of them need), unless this rank has joined them. Return the group of the
+    machine; None: this rank exchanges no stripes."""
     server, rank, options = header["server"], header["rank"], (header["backend"], header["timeout_s"])
     if cell.name not in _GROUPS:
         _leave_groups()
