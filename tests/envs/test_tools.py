@@ -27,6 +27,8 @@ from tests.envs import some_tools
 
 FILE = str(Path(__file__).parent / "some_tools.py")
 ALL = [f"{FILE}:{name}" for name in ("shift", "sums", "misbehave")]
+#: A forked process of tools has the address space of all that the tests import.
+OF_A_FORK = {"memory_mb": 1 << 16}
 
 
 def test_the_schema_comes_from_signature_and_docstring():
@@ -170,7 +172,7 @@ def test_results_come_back_in_the_order_of_the_calls(answer):
 
 @pytest.mark.usefixtures("forked")
 def test_a_function_is_given_the_images_of_the_episode_and_returns_one():
-    kind, settings = load_environment({"name": "tools", "tools": [f"{FILE}:half"]})
+    kind, settings = load_environment({"name": "tools", "tools": [f"{FILE}:half"], **OF_A_FORK})
     assert list(kind.tools(settings)[0]["function"]["parameters"]["properties"]) == ["number"]
     shared = kind.open(settings)
     try:
@@ -265,7 +267,7 @@ def _done(text: str) -> Future[tuple[str, bool]]:
 
 @pytest.mark.usefixtures("forked")
 def test_calls_of_a_turn_run_side_by_side_and_no_more_than_max_calls(tmp_path):
-    limits = {"workers": 3, "max_calls": 3, "timeout_s": 100.0}
+    limits = {"workers": 3, "max_calls": 3, "timeout_s": 100.0, **OF_A_FORK}
     kind, settings = load_environment({"name": "tools", "tools": [f"{FILE}:meet"], **limits})
     shared = kind.open(settings)
     try:
@@ -281,7 +283,9 @@ def test_calls_of_a_turn_run_side_by_side_and_no_more_than_max_calls(tmp_path):
 
 @pytest.mark.usefixtures("forked")
 def test_what_a_turn_asks_for_never_takes_longer_than_its_deadline():
-    kind, settings = load_environment({"name": "tools", "tools": ALL, "turn_timeout_s": 1.0, "timeout_s": 1.5})
+    kind, settings = load_environment(
+        {"name": "tools", "tools": ALL, "turn_timeout_s": 1.0, "timeout_s": 1.5, **OF_A_FORK}
+    )
     shared = kind.open(settings)
     try:
         began = time.monotonic()
@@ -318,13 +322,13 @@ def test_parsers_read_any_text_in_linear_time(parser, text):
 
 @pytest.mark.usefixtures("forked")
 def test_a_turn_that_may_take_longer_than_the_run_waits_is_refused():
-    config = RunConfig(name="r", env={"name": "tools", "tools": ALL}, cluster={"timeout_s": 200})
+    config = RunConfig(name="r", env={"name": "tools", "tools": ALL, **OF_A_FORK}, cluster={"timeout_s": 200})
     with pytest.raises(ConfigError, match=r"cluster.timeout_s: a turn of the environment may take 130 s(?s:.*)260"):
         check_environment(config, limit_s=60.0)
 
 
 @pytest.mark.usefixtures("forked")
 def test_a_missing_tool_is_found_before_the_run():
-    config = RunConfig(name="r", env={"name": "tools", "tools": [f"{FILE}:nothing"]})
+    config = RunConfig(name="r", env={"name": "tools", "tools": [f"{FILE}:nothing"], **OF_A_FORK})
     with pytest.raises(ConfigError, match=r"env.tools: [\s\S]*has no function 'nothing'"):
         check_environment(config, limit_s=60.0)

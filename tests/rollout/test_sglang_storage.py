@@ -8,7 +8,7 @@ import torch
 
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.rollout.sglang.storage import check_described
-from megarl.sync.shards.boxes import BoxRule, RankStorage
+from megarl.sync.shards.boxes import RankStorage
 from megarl.system.errors import UserError
 from tests.sync.layouts import config, trainer
 from tests.sync.shards.walk import job
@@ -21,9 +21,8 @@ def predicted() -> RankStorage:
 def test_a_description_in_another_order_is_that_predicted() -> None:
     storage = predicted()
     order = np.arange(len(storage.boxes))[::-1]
-    rules = np.where(storage.boxes.rule == BoxRule.COPY, BoxRule.ROWS, storage.boxes.rule)
 
-    check_described(RankStorage(storage.parameters, storage.boxes.replace(rule=rules).take(order)), storage, "server 0")
+    check_described(RankStorage(storage.parameters, storage.boxes.take(order)), storage, "server 0")
 
 
 def test_a_difference_names_the_parameter() -> None:
@@ -31,9 +30,7 @@ def test_a_difference_names_the_parameter() -> None:
     fused = storage.parameters.names.tolist().index("model.layers.2.self_attn.qkv_proj.weight")
     offset = storage.boxes.offset + (storage.boxes.parameter == fused)
 
-    with pytest.raises(
-        UserError, match=r"server 0 stores its parameter model\.layers\.2\.self_attn\.qkv_proj\.weight in"
-    ):
+    with pytest.raises(UserError, match=r"server 0 stores parameter model\.layers\.2\.self_attn\.qkv_proj\.weight in"):
         check_described(RankStorage(storage.parameters, storage.boxes.replace(offset=offset)), storage, "server 0")
 
 

@@ -79,7 +79,7 @@ def test_every_transport_trains_like_the_embedded_engine(transport, last, recipe
         assert numbers["rollout_corr/staleness_max"] == 0
         # Both compute in fp32 with other kernels: 4e-6 was measured, and the old weights would differ by 1e-2.
         assert numbers["rollout_corr/logp_diff_max"] < 1e-4
-        assert 0 < numbers["sync/probe_gap"] < 1e-4
+    assert 0 < max(steps[step]["sync/probe_gap"] for step in range(1, last + 1)) < 1e-4  # in one step it may be 0
     if last == 6:  # it takes so many steps to show
         embedded = request.getfixturevalue("embedded")
         assert steps[1]["critic/score/mean"] == pytest.approx(embedded[1]["critic/score/mean"], abs=0.3)
@@ -96,7 +96,7 @@ def test_a_server_generates_with_adapters_merged(recipe, external, tmp_path):
         assert steps[step]["sync/failed"] == 0
         assert steps[step]["rollout_corr/logp_diff_max"] < 1e-4
         assert steps[step]["actor/grad_norm"] > 0
-    assert 0 < steps[3]["sync/probe_gap"] < 1e-4
+    assert 0 < max(steps[step]["sync/probe_gap"] for step in (1, 2, 3)) < 1e-4  # in one step it may be 0
 
 
 @pytest.mark.parametrize(
