@@ -519,6 +519,10 @@ NODES = ("cluster={nproc: 4, nnodes: 2}", "rollout.sglang={servers: 1, tp_size: 
 def test_a_server_on_two_machines_passes(failures, on) -> None:
     assert failures(*on, *NODES) == []
     assert failures(*on, *NODES, "sync.transport=disk", "rollout.sglang.gpus=[2]") == []
+    shared = ["rollout.sglang.colocated=true", "sync.transport=disk", "cluster.device_memory_gb=80"]
+    assert failures(*on, *NODES, *shared, "rollout.sglang.servers=2") == []
+    (check,) = failures(*on, *NODES, *shared, "rollout.sglang.servers=3")
+    assert (check.key, check.fix) == ("rollout.sglang.servers", "set rollout.sglang.servers=2")
 
 
 @pytest.mark.parametrize(

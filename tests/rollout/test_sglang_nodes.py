@@ -28,6 +28,7 @@ NODE = """#!/bin/sh
 [ "$1" = -I ] && echo {version} && exit
 case "$*" in *"--node-rank 1"*) [ -e "{folder}/broken" ] && exit 3 ;; esac
 echo "$*" >> "{folder}/commands"
+echo "$SGLANG_ZMQ_ALLOWED_PEERS $SGLANG_ZMQ_SOURCE_IP" >> "{folder}/peers"
 while [ "$1" != --port ]; do shift; done
 exec "{python}" -m http.server --bind 127.0.0.1 --directory "{folder}" "$2"
 """
@@ -35,7 +36,7 @@ exec "{python}" -m http.server --bind 127.0.0.1 --directory "{folder}" "$2"
 
 def open_one(folder: str) -> Fleet:
     """A server of two node processes; this rank stands for a machine."""
-    config = SGLangConfig(python=f"{folder}/python", tp_size=2, nnodes=2, start_timeout_s=120)
+    config = SGLangConfig(python=f"{folder}/python", tp_size=2, attention_dp=2, nnodes=2, start_timeout_s=120)
     place = WorkerPlace(world().rank, 2, True, 1)
     path = Path(folder)
     return open_fleet(config, place, path, path, "float32", cuda=False, host="127.0.0.1", world=world())
@@ -108,6 +109,8 @@ def test_a_node_process_that_ends_takes_its_server_down_and_all_start_again(tmp_
     assert [len(meeting) for meeting in meetings] == [1, 1]
     assert meetings[0] != meetings[1]
     assert [value(command, "--node-rank") for command in starts[0]] == ["0", "1"]
+    assert [value(command, "--attn-dp-size") for command in commands] == ["2"] * 4
+    assert (tmp_path / "peers").read_text().splitlines() == ["127.0.0.1 127.0.0.1"] * 4
 
 
 def test_a_node_process_that_ends_by_itself_is_named_on_every_rank(tmp_path: Path) -> None:
@@ -117,15 +120,19 @@ def test_a_node_process_that_ends_by_itself_is_named_on_every_rank(tmp_path: Pat
         assert "the process of node 1 of 2, on 127.0.0.1, ended (exit code 3)" in said
 
 
-def serve(folder: str) -> list[dict]:
-    """Fill a real server by each transport that reaches it, take node 1 away, and fill it again; reports and tokens."""
+def serve(folder: str, groups: int) -> list[dict]:
+    """Fill a real server by each transport that reaches it, take node 1 away, and fill it again; reports and tokens.
+
+    `groups`: attention groups of the server's ranks.
+    """
     from megarl.config.sync import SyncConfig
     from megarl.rollout.sglang.probe import greedy_probe
 
     fresh_parallel(tp=2)
     model, run = f"{folder}/model", Path(folder)
     chunks, world_ = build_tiny(model, tp=2), world()
-    config = SGLangConfig(tp_size=2, nnodes=2, max_total_tokens=4096, context_length=128, start_timeout_s=500)
+    sizes = {"tp_size": 2, "attention_dp": groups, "nnodes": 2, "max_total_tokens": 4096, "context_length": 128}
+    config = SGLangConfig(**sizes, start_timeout_s=500)
     place, found = WorkerPlace(world_.rank, 2, True, 1), []
 
     def note(report) -> None:
@@ -136,9 +143,9 @@ def serve(folder: str) -> list[dict]:
     with open_fleet(
         config, place, run, Path(model), "float32", cuda=False, random_weights=True, host="127.0.0.1", world=world_
     ) as fleet:
-        for version, transport in enumerate(("disk", "distributed"), 1):
+        for version, transport in enumerate(("disk", "distributed", "shards"), 1):
             settings = SyncConfig(transport=transport, verify="every", timeout_s=200.0, bucket_mb=5)
-            sync = weight_sync(chunks, fleet, settings, folder, tp=2)
+            sync = weight_sync(chunks, fleet, settings, folder, 2, groups)
             note(sync.push(version))
         if world_.rank == 1:
             os.killpg(fleet._owned[0].pid, signal.SIGKILL)
@@ -155,14 +162,15 @@ def serve(folder: str) -> list[dict]:
 @pytest.mark.servers
 @pytest.mark.campaign("servers")
 @pytest.mark.timeout(1200)
-def test_a_real_server_on_two_machines_holds_all_weights_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_real_server_on_two_machines_holds_all_weights_on_every_rank(tmp_path: Path, groups: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     need_interpreter()
     # Widths of 32 x tp: a CPU server pads others, and their checksums differ.
     save_tiny(tmp_path / "model", "qwen3", tie_word_embeddings=False, intermediate_size=128)
-    first, second = run_distributed(serve, 2, 1100, str(tmp_path))
+    first, second = run_distributed(serve, 2, 1100, str(tmp_path), groups)
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).generate(
         torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, len(PROMPT) :]
@@ -171,4 +179,4 @@ def test_a_real_server_on_two_machines_holds_all_weights_on_every_rank(tmp_path:
         for one in (mine, theirs):
             assert (one["updated"], one["failed"], one["state"]) == ([0], {}, "current")
             assert one["verified"] > 0
-    assert [one["transport"] for one in first] == ["disk", "distributed", "distributed"]
+    assert [one["transport"] for one in first] == ["disk", "distributed", "shards", "shards"]

@@ -233,7 +233,7 @@ def _check_divides(name: str, value: int, total: int, why: str, checks: Checklis
 
 
 def _check_nodes(config: RunConfig, checks: Checklist) -> None:
-    """Check servers on several machines: their ranks are spread evenly, and they share no memory with the trainer."""
+    """Check servers on several machines: their ranks are spread evenly, and they get no weights through memory."""
     servers, machines = config.rollout.sglang, config.cluster.nnodes
     if servers.nnodes == 1:
         return
@@ -248,16 +248,17 @@ def _check_nodes(config: RunConfig, checks: Checklist) -> None:
             allowed=f"at most {machines}",
             fix=f"set {key}={machines}, or give the run more machines",
         )
-    if servers.colocated:
+    if servers.colocated and config.sync.transport != "disk":
         checks.fail(
             key,
-            "a colocated server receives weights through the memory of one machine, so it cannot be on several",
+            "a colocated server receives weights through the memory of one machine or by disk, so it cannot be on "
+            f"several with sync.transport={config.sync.transport}",
             found=servers.nnodes,
-            allowed="1 with rollout.sglang.colocated",
-            fix="set rollout.sglang.colocated=false and give the servers GPUs of their own, or set "
-            f"{key}=1 and tp_size to at most the GPUs of one machine",
+            allowed="1 with rollout.sglang.colocated, or sync.transport=disk",
+            fix="set sync.transport=disk; or rollout.sglang.colocated=false, and give the servers GPUs of their own; "
+            f"or {key}=1, and tp_size at most the GPUs of one machine",
         )
-    if config.sync.transport in ("tensor", "delta"):
+    elif config.sync.transport in ("tensor", "delta"):
         checks.fail(
             "sync.transport",
             f"a server on {count(servers.nnodes, 'machine')} cannot receive weights through the memory of one of them",

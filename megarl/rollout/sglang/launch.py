@@ -134,9 +134,10 @@ def _check_cpu(config: SGLangConfig, fp8: bool) -> None:
 
 
 def _own(spec: ServerSpec, place: WorkerPlace, world: WorkerGroup) -> Fleet:
-    """Return the run's own servers, not yet started; they differ from `spec` only in number, node and GPUs."""
+    """Return the run's own servers, not yet started; they differ from `spec` only in number, node, GPUs and peers."""
     config = spec.config
-    workers = dict(world.all_gather_json([place.machine, place.workers]))
+    team = world.all_gather_json([place.machine, place.workers, spec.host])
+    workers, hosts = {rank[0]: rank[1] for rank in team}, {rank[0]: rank[2] for rank in team}
     machines = [workers[machine] for machine in range(place.machines)]
     if len(machines) < config.nnodes:
         raise ConfigError(
@@ -146,13 +147,15 @@ def _own(spec: ServerSpec, place: WorkerPlace, world: WorkerGroup) -> Fleet:
             allowed=f"at most {len(machines)}",
             fix="lower rollout.sglang.nnodes, or give the team that generates more machines",
         )
-    here = place_servers(config.servers, config.ranks_per_node, machines, config.nnodes)[place.machine]
+    nodes_of = place_servers(config.servers, config.ranks_per_node, machines, config.nnodes)
+    here = nodes_of[place.machine]
     owned: dict[int, ServerProcess] = {}
     for local, (number, node) in enumerate(here if place.is_first else ()):
-        gpus = None
+        on = [machine for machine, nodes in enumerate(nodes_of) if any(number == other for other, _ in nodes)]
+        peers, gpus = tuple(dict.fromkeys(hosts[machine] for machine in on)), None
         if spec.cuda:
             gpus = server_gpus(config, len(here), local, place.workers, os.environ, nvidia_devices())
-        owned[number] = ServerProcess(replace(spec, number=number, node=node, gpus=gpus))
+        owned[number] = ServerProcess(replace(spec, number=number, node=node, gpus=gpus, peers=peers))
     numbers = range(config.servers)
     # the server's URL is set when it starts
     servers = [Server(number, ServerApi("", spec.api_key, f"server {number}")) for number in numbers]

@@ -55,6 +55,7 @@ class ServerSpec:
         gpus: names of the GPUs that the server sees, as in CUDA_VISIBLE_DEVICES; None: the GPUs of this process.
         random_weights: whether to start with random weights, because the first weight update sends all weights.
         node: index of the process among the server's machines.
+        peers: addresses of the server's machines.
     """
 
     number: int
@@ -68,6 +69,7 @@ class ServerSpec:
     gpus: tuple[str, ...] | None = None
     random_weights: bool = False
     node: int = 0
+    peers: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -213,6 +215,9 @@ class ServerProcess:
         )
         if spec.cuda and spec.config.releases_graphs:
             environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
+        if spec.config.attention_dp > 1 and spec.peers:
+            # its processes then listen on TCP, without a password, and unpickle what they get
+            environment |= {"SGLANG_ZMQ_ALLOWED_PEERS": ",".join(spec.peers), "SGLANG_ZMQ_SOURCE_IP": spec.host}
         spec.log_dir.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
             self._log_start = log.seek(0, os.SEEK_END)

@@ -78,18 +78,20 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
             fix=f"set {key}=false, or rollout.sglang.urls=[]",
         )
     nnodes, gpus = config.cluster.nnodes, config.cluster.device_memory_gb is not None
-    workers, here = config.cluster.nproc // nnodes, servers.servers // nnodes
-    if gpus and here * servers.ranks > workers and servers.gpus is None and not servers.first_gpu_given:
-        most = workers // servers.ranks * nnodes
+    workers, here = config.cluster.nproc // nnodes, servers.servers * servers.nnodes // nnodes
+    ranks = max(1, servers.ranks_per_node)
+    if gpus and here * ranks > workers and servers.gpus is None and not servers.first_gpu_given:
+        most = workers // ranks * nnodes // servers.nnodes
         checks.fail(
             "rollout.sglang.servers",
-            f"{count(here, 'server')} of {count(servers.ranks, 'rank')} cannot share the GPUs of "
+            f"{count(here, 'server')} of {count(ranks, 'rank')} cannot share the GPUs of "
             f"{count(workers, 'worker')} on a machine",
             found=servers.servers,
             allowed=f"servers * tp_size up to {workers * nnodes}",
             fix=f"set rollout.sglang.servers={most}"
             if most
-            else f"set rollout.sglang.tp_size={workers} rollout.sglang.servers={nnodes}, or a lower tp_size",
+            else f"set rollout.sglang.tp_size={workers * servers.nnodes} "
+            f"rollout.sglang.servers={nnodes // servers.nnodes}, or a lower tp_size",
         )
     # no warning if the optimizer is offloaded, or if the check of memory covers this (GPUs with a memory fraction)
     if not (OPTIMIZER in config.actor.engine.offloaded or (gpus and servers.memory_fraction)):
