@@ -602,10 +602,11 @@ class CellWatch:
         Args:
             end: `time.monotonic()` at which the wait ends, `limit_s` seconds after its beginning.
         """
+        why: str | None = None
         while not call.done():
-            if (why := self.look(cell)) is not None:
-                self.give_up(cell, why)
-                end = min(end, time.monotonic() + _GRACE_S)
+            if (lost := self.look(cell)) is not None:
+                self.give_up(cell, lost)
+                why, end = lost, min(end, time.monotonic() + _GRACE_S)
             if time.monotonic() > end:
                 return why or f"no answer within {limit_s:g} s"
             with contextlib.suppress(TimeoutError):
