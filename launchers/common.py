@@ -188,7 +188,7 @@ class Workers(Protocol):
 
 
 def code_of(run_dir: Path, rank: int, code: int) -> int:
-    """Return the code that `Workers.poll` gives for a process on this machine that exited with `code`."""
+    """Return the exit code to report for rank `rank`: `code`, but ENDED_EARLY for 0 if the rank's run is not over."""
     if code:
         return code
     beat = read_beat(run_dir, rank)

@@ -101,8 +101,9 @@ def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts)
 
 
 def _ends_others(ended: dict[int, int], job: Job) -> bool:
-    """Return whether the actor's team ended before the last step, after which other teams would wait for ever. A run
-    that was saved in time (`trainer.save_by_s`) is `stopped`; a run that a metric ended is `finished`.
+    """Return whether the actor's team ended the run before its last step, so that other teams would wait for ever.
+
+    Its status then is `stopped`, when it was saved in time (`trainer.save_by_s`), or `finished` by a metric.
     """
     if not {*range(job.teams[0].devices)} <= ended.keys():
         return False

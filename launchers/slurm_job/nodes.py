@@ -305,8 +305,13 @@ def slow_nodes(edges: list[dict[str, Any]], share: float) -> dict[str, str]:
 
 
 def link_faults(found: dict[str, Any], nodes: list[str], clock_s: float, share: float) -> dict[str, str]:
-    """Return the nodes with faults according to links.json; of more than two nodes only the first, if none joined
-    it.
+    """Return what is wrong with nodes by the measurements of links between them (links.json).
+
+    Nodes that did not reach the first one are named, but if none of at least two others did, only the first is.
+
+    Args:
+        clock_s: largest difference between clocks.
+        share: least share of the usual speed that a link must have.
     """
     present = found["nodes"]
     if len(present) == 1 and len(nodes) > 2:

@@ -35,7 +35,7 @@ class Decisions:
         return cls(torch.where(latest >= first, latest, -1))
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return [N] with the sum of a decision's `values` [N] at the decision's first token, and 0 elsewhere."""
+        """Return [N]: at the first token of a decision (a span of tokens) the sum of its `values` [N], elsewhere 0."""
         known = self.start >= 0
         return torch.zeros_like(values).index_add_(0, self.start[known], values[known])
 

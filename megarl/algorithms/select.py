@@ -61,7 +61,8 @@ def within_mean(values: Tensor, among: Tensor, limit: float, all_sum: AllSum = o
         bins = [torch.bincount(digits, weights, minlength=256) for weights in (torch.ones_like(numbers), numbers)]
         counts, totals = all_sum(torch.stack(bins).cpu()).cumsum(1)
         fits = total + totals <= limit * (count + counts)
-        digit = int(fits.long().cumprod(0).sum())  # the smallest digit whose values take the mean above the limit
+        # the smallest digit of the threshold at which the mean of the values below it is above the limit
+        digit = int(fits.long().cumprod(0).sum())
         if digit == 256:
             return among & ((keys >> shift) <= (prefix << _DIGIT | 255))
         if digit:

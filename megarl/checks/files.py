@@ -82,7 +82,7 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
 
 
 def _sizes(facts: ModelFacts, model: ModelConfig) -> str:
-    """Return the numbers of parameters, and what decoding keeps on one rank without tensor parallelism."""
+    """Describe the number of parameters, and the bytes of KV cache and states that decoding needs without tp."""
     active = f", {facts.active_parameters:,} of them for a token" if facts.is_moe else ""
     cached = key_value_bytes(facts, 1, model.dtype)
     state = sequence_state_bytes(facts, 1, BYTES[model.dtype])

@@ -223,7 +223,7 @@ class AsReady(StalenessPolicy):
         return chosen
 
     def weights_must_go(self, version: int, step: int) -> bool:
-        """Return whether weights must be sent; with `partial`, after every step."""
+        """Return whether weights must be sent after `step`: with `partial` always, else if `version` gets too old."""
         return self.partial or super().weights_must_go(version, step)
 
 

@@ -138,7 +138,7 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
     padded = np.append(sizes, 0)
     order = np.append(sizes, -1)  # sort key: unused places of a part come before its items, even those of length 0
     pairs = np.arange(k // 2)
-    # The lengths of a pair get an offset of the pair's own, so that one sorted list serves all pairs.
+    # The lengths in a pair of parts get an offset of the pair's own, so that one sorted list serves all pairs.
     gap = 4 * (int(sizes.sum()) + 1)
     for _ in range(_MAX_ROUNDS):
         totals = padded[table].sum(1)

@@ -33,7 +33,7 @@ ROUTES = "routes"
 #: The fields of kept tokens (`megarl.data.kept_tokens`).
 KEPT = KEPT_COUNTS, KEPT_IDS = "kept_counts", "kept_ids"
 
-#: The fields of runs with experts (`megarl.data.experts`).
+#: The fields of runs with demonstrations (`data.experts`).
 SOURCE, EXPERT_MASK = "source", "expert_mask"
 #: Values of `source`.
 POLICY, EXPERT = "policy", "expert"

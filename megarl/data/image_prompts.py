@@ -48,7 +48,7 @@ class VideoPrompts:
         return [open_video(value, folder, self.fps, self.most, where) for value in row_videos(row, self.key)]
 
     def written(self, clip: VideoClip) -> str:
-        """Return the text of a video in a prompt, with one video token for each of `counts`."""
+        """Return a video's text in a prompt: one video token, or with timestamps one for each of the video's times."""
         if not self.settings.timestamps:
             return self.text
         return "".join(f"<{time:.1f} seconds>{self.text}" for time in clip.seconds(self.settings.temporal))

@@ -73,7 +73,7 @@ def branches(samples: Batch) -> bool:
 
 
 def spread(values: Sequence[T], samples: Batch) -> list[T]:
-    """Return, for every row, the value of its episode; `values` has one value per episode, in the order of `leads`."""
+    """Return, for every row, the value of its episode; `values` has one per episode, in the order of first rows."""
     if LANE not in samples:
         return list(values)
     names = samples[EPISODE]

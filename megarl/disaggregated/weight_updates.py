@@ -147,8 +147,8 @@ class AsReadyUpdates(WeightUpdates):
     def _is_open(self) -> bool:
         """Return whether all replicas have finished generating with the current weights. Collective.
 
-        When the buffer is drained, the replicas accept weights within milliseconds. This waits until they do, because
-        they would be idle for a whole training step otherwise.
+        If they have, wait the milliseconds until they accept new weights: otherwise they would be idle for a whole
+        training step.
         """
         world, buffer = self._c.layout.world, self._c.buffer
         drained = bool(world.broadcast_json(buffer.drained(self._version) if world.rank == 0 else None))

@@ -8,7 +8,7 @@ from megarl.envs.protocol import EnvSettings, Observation, Step
 
 
 class AnswerSettings(EnvSettings):
-    """Keys that the environments of other packages share."""
+    """Settings of where in the policy's text an environment of another package finds the action."""
 
     tag: str | None = Field(
         "action", description="an action is the text in the last `<tag>...</tag>` of a turn; null: the whole turn"

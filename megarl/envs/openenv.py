@@ -214,7 +214,7 @@ class OpenEnv(Environment):
         return value if isinstance(value, str) else json.dumps(value)
 
     def _failure(self, error: BaseException) -> BaseException:
-        """Return the error that the run gets."""
+        """Return the error to raise for `error`: an EpisodeFailure if the server is slow or cannot be reached."""
         where = f"the server at {self.settings.url}"
         if isinstance(error, TimeoutError):
             return EpisodeFailure(f"{where} did not reply within env.timeout_s={self.settings.timeout_s:g} s")

@@ -188,7 +188,7 @@ class SeveralPolicies(Environment):
             )
         if answer.policy not in self.services.policies:
             names = ", ".join(self.services.policies)
-            raise EpisodeFailure(f"it asks the policy {answer.policy!r:.80}; allowed: {names}")
+            raise EpisodeFailure(f"the environment asks the policy {answer.policy!r:.80}; allowed: {names}")
         following = None if self._turns >= self.services.turns_limit else self._following(answer)
         if following is None:
             return self._end(self.cut(), limited=True)

@@ -297,7 +297,7 @@ def _bubblewrap(sandbox: Sandbox, program: list[str], function: str | None, envi
 
 
 def _docker(sandbox: Sandbox, program: list[str], function: str | None, environment: dict[str, str]) -> Launch:
-    """Docker: a container without network, which its own daemon limits."""
+    """Return the command that runs the program in a Docker container without network; Docker applies the limits."""
     limits, name = sandbox.limits, f"megarl-{uuid.uuid4().hex[:12]}"
     memory = () if limits.memory_mb is None else ("--memory", f"{limits.memory_mb}m")
     swap = () if limits.memory_mb is None else ("--memory-swap", f"{limits.memory_mb}m")
@@ -337,7 +337,7 @@ def _apptainer(sandbox: Sandbox, program: list[str], function: str | None, envir
 
 
 def _from_template(sandbox: Sandbox, program: list[str], function: str | None, environment: dict[str, str]) -> Launch:
-    """Write the sandbox of a command that the recipe gives."""
+    """Return the command that runs the program in a sandbox, from the recipe's template of this command."""
     values = places(sandbox)
     command = sandbox.command("python3", program, function, own_processes=False)
     argv: list[str] = []

@@ -88,7 +88,7 @@ def tasks(order: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the tasks."""
+    """Write the tasks of the taskset that the first argument, a file, describes to the file of the second argument."""
     with open(sys.argv[1], encoding="utf-8") as file:
         listed = tasks(json.load(file))
     with open(sys.argv[2], "w", encoding="utf-8") as file:

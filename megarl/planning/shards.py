@@ -167,7 +167,7 @@ def decoder_adapters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraConf
 
 
 def _layer_shares(facts: ModelFacts) -> dict[str, float]:
-    """Return which share of the layers has the tensors of `layer` and of each kind of mixer."""
+    """Return the share of layers that have the tensors of each kind of mixer; all have those under the name `layer`."""
     kinds = Counter(mixer.kind for mixer in facts.mixers)
     return {"layer": 1.0, **{kind: count / facts.layers for kind, count in kinds.items()}}
 

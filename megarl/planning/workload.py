@@ -62,7 +62,7 @@ def _facts_of(model: ModelConfig) -> ModelFacts | None:
 
 @dataclass(frozen=True)
 class Share:
-    """Numbers of the samples that a replica has in a step, for the replica with the most tokens."""
+    """Sizes of the samples that a replica has in a step, taken from the replica with the most tokens."""
 
     samples: float  # number of samples
     prompt: float

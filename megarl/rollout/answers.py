@@ -413,8 +413,8 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
 def _beside(trajectory: Trajectory, others: Sequence[Answer], prompt: int, version: int) -> list[Trajectory]:
     """Return the sequences of the next turn and of the turns `others`, all of which are sampled at the same time.
 
-    They are added to the episode as if their turns were sampled one after the other. So each turn gets the segment
-    number, which determines its seed, that it would have then.
+    They are added to the episode as if their turns were sampled one after the other, so that each has the seed, which
+    depends on the turn's number in the episode, that it would have had in this order.
     """
     segments = trajectory.segments
     for other in others:

@@ -129,8 +129,10 @@ class _Sample:
         return self.trajectory if self.round is None else self.round.running[slot]
 
     def turn(self, slot: int) -> tuple[int, int]:
-        """Return the episode's slot, and the index of the turn in `slot` among the episode's turns that are sampled at
-        the same time."""
+        """Return the slot in which the episode began, and the index of the turn in `slot`.
+
+        The index counts the episode's turns that are sampled at the same time, each in a slot of its own.
+        """
         return self.slot, 0 if self.round is None else self.round.place(slot)
 
 
@@ -471,7 +473,7 @@ class GroupGenerator:
         return len(self._free) - before
 
     def _submit(self, slot: int) -> None:
-        """Submit the next segment of the sample in `slot`, if the generator is open."""
+        """Submit the next turn of the sample in `slot`, or the rest of a turn, to the engine. Do nothing if closed."""
         if self._generation is None:
             return
         sample = self._samples[slot]

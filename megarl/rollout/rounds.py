@@ -55,5 +55,5 @@ class TurnRound:
         self._segments += 1
 
     def end(self) -> None:
-        """Set the episode's number of segments after the round, so that its next turn gets a new one."""
+        """Count the round's turns in the episode, so that its next turn gets a number, and so a seed, of its own."""
         self.lanes[-1].segments = self._segments

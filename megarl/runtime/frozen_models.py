@@ -211,7 +211,7 @@ def now_at(run_dir: Path, source: str) -> str:
 
 
 def drop_refused_start(c: RankState) -> None:
-    """Remove the files that a rejected start has written. Not collective, as some ranks may be gone.
+    """Remove the files that a run has written whose checks failed at its start. Not collective: ranks may be gone.
 
     Only rank 0 removes them, because rank 0 also moves them to their final folder after the last check.
     """

@@ -147,7 +147,7 @@ class Oversampling:
         return pool.split(len(pool))[0]
 
     def _keep(self, c: StepContext, generator: GroupGenerator, complete: Complete) -> None:
-        """Keep the groups that this round did not use for the next one; if none are carried on, drop their samples."""
+        """Carry the groups that this round did not use on to the next one, or drop their samples (`carry_steps` 0)."""
         settings, tokens = c.config.rollout, 0
         self._ready = complete.trajectories
         c.metrics.sum("oversample/dropped", 0 if settings.carries else len(self._groups))

@@ -112,7 +112,12 @@ class ReplayStore:
         self.groups = [group for group in self.groups if {*group[1].names()} == present]
 
     def _store(self, c: StepContext, fresh: Batch, places: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
-        """Store the fresh groups with a signal."""
+        """Store those new groups that give a gradient: their advantages are not all 0.
+
+        Args:
+            places: for each group, its rows in `fresh`.
+            numbers: the number of each group's prompt.
+        """
         stored = fresh.drop([ORDINAL]).to("cpu")
         versions = stored[VERSION_FIELDS[0]].unbind()
         for number, group in zip(numbers, places, strict=True):

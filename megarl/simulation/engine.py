@@ -100,8 +100,7 @@ class Simulation:
         return tokens
 
     def call(self, calls: int = 1) -> Steps:
-        """Simulate `calls` calls to the coordinator process, and the wait for its last reply. A single team makes no
-        calls."""
+        """Simulate `calls` calls of the buffer's process, and the wait for its last reply; a single team makes none."""
         if self.system.rollout is None and not self.system.others:
             return
         seconds = calls * self.seconds.call()

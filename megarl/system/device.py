@@ -112,7 +112,7 @@ class ProcessState:
         return cls(torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 
     def check(self, what: str) -> None:
-        """Restore these settings, and raise UserError if the user's code `what` has changed them."""
+        """Raise UserError, and restore torch's settings of this process, if the user's code `what` has changed them."""
         now = ProcessState.now()
         if now == self:
             return

@@ -54,7 +54,7 @@ def after_start(series: Mapping[str, tuple[Sequence[int], Sequence[float | None]
 
 
 def shown_as_waits(names: Iterable[str]) -> set[str]:
-    """Return the metrics that `waits` and `bounding_team` show."""
+    """Return the metrics in the table of teams: seconds that teams wait, and the team that bounds the steps."""
     return {
         name
         for name in names

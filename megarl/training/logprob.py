@@ -135,7 +135,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """For some tokens, what the gradient of their logits is computed from."""
+    """Inputs, results and incoming gradients of some tokens' log-probs, from which the gradient of logits follows."""
 
     hidden: Tensor
     targets: Tensor

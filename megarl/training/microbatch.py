@@ -172,7 +172,11 @@ def build(
 
 
 def _of_draft(micro: MicroBatch, packed: PackedRows, following: Tensor, stream: PackedStream) -> MicroBatch:
-    """Return `MicroBatch.draft`; `following` has the next token of every column, padding sequences included."""
+    """Return the micro-batch that trains the draft head, which predicts the token after the next one.
+
+    Args:
+        following: the next token of every column, padding sequences included.
+    """
     rows, order = _rows_here(stream.index, (packed.sources - 1).clamp(min=0), len(following))
     made = stream.input_ids(following), rows, order, packed.targets[order]
     ids, rows, order, targets = (tensor.to(micro.input_ids.device) for tensor in made)

@@ -37,7 +37,10 @@ class TopTokens:
         return 2 * self.k + 2
 
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return one float32 tensor [n, 2 K + 2], exact for ids up to 2**24; the id of all others is -1."""
+        """Return a float32 tensor [n, 2 K + 2]: K + 1 ids, exact up to 2**24, and then their K + 1 log-probs.
+
+        They are those of the K likeliest tokens and, last, of all other tokens together, whose id is -1.
+        """
         rows, weight, start = head_rows(hidden, model, micro, self.base.columns)
         parts = [
             self._of(rows[at : at + self.base.chunk_tokens], weight, start, model.logit_cap)

@@ -75,7 +75,10 @@ def checked_estimate(
 def score_groups(
     token_rewards: Tensor, mask: Tensor, uid: Sequence[Hashable], offsets: Tensor | None, allow_singleton: bool
 ) -> tuple[Rows, GroupStats]:
-    """Return the rows of `mask`, and statistics by group of each sample's score, the sum of its valid token rewards."""
+    """Return the layout of the samples in `mask`, and mean and deviation of the scores in each group.
+
+    A sample's score is the sum of its valid token rewards.
+    """
     rows = Rows.of(mask, offsets)
     return rows, GroupStats.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
 

@@ -26,7 +26,8 @@ _MOST_DIGITS = 3_000
 _POINTS = 6
 _SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # magnitudes of the variables at the test points
 _FIRST_MIXED = 4  # at this point and later ones, variables differ in their signs
-_WIDE = (57.0, 1234.0, 311.0, 98765.0)  # further points where values are whole numbers nearly everywhere
+# further points to compare at, for expressions whose values are whole numbers nearly everywhere
+_WIDE = (57.0, 1234.0, 311.0, 98765.0)
 #: Functions that are slow for large arguments.
 _GROWING = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "cis", "exp", "sinh", "cosh", "tanh", "coth"])
 

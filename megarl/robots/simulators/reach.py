@@ -135,7 +135,7 @@ class Reach(Simulator):
     def _remaining(self) -> float:
         """Return the length of the path that remains: the gripper's way, then the way of the disc, if one is pushed.
 
-        Lowering the gripper counts as long as one environment step moves.
+        A gripper that has to be lowered adds the way of one environment step.
         """
         lowering = 0.0 if self._lowered else self._speed
         if self._kind == "reach":

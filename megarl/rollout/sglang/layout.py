@@ -173,8 +173,10 @@ class ServerLayout:
         return rows
 
     def together(self, tensor: str) -> str:
-        """Return the same name for the two projections to latents, which the server joins into one parameter, and only
-        if one call contains both. For other tensors return their own names."""
+        """Return a name that is the same for tensors that one call of `load_weights` must contain together.
+
+        These are the two projections to latents, which the server joins into one parameter only then.
+        """
         for module, fused in self._fusions.items():
             if fused == _LATENT and f".{module}." in tensor:
                 return tensor.replace(module, fused)

@@ -106,8 +106,9 @@ class SglangReceiver:
         self._call("/pause_generation", {"mode": mode}, step)
 
     def loading(self, version: str, step: UpdateStep) -> None:
-        """Notify the keeper process, if there is one, that from now on the server may hold tensors of both its old
-        version and `version`.
+        """Notify the keeper, which restores the server if the trainer dies, that the server is between versions.
+
+        From now on it may hold tensors of both its old version and `version`.
         """
         if self.keeper is not None:
             self.keeper.loading(self.server.api, version)

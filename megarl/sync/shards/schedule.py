@@ -141,7 +141,9 @@ class ShareScheduler:
         """Return what each trainer rank sends to a cell (servers that share a process group).
 
         Args:
-            segments: (rank, bytes) of the senders of each group; they send consecutive bytes of the group, in order.
+            group: the groups of boxes that are planned together, with their sizes.
+            segments: for each group (rank, bytes) of its senders, who send consecutive bytes of it in this order.
+            least: fewest bytes of a share.
         """
         starts = np.cumsum(group.nbytes) - group.nbytes
         ends = [

@@ -108,7 +108,7 @@ def _rank_storage(
 
 
 def _padded(region: TensorRegion) -> TensorRegion:
-    """Return a region with `DIMS` dimensions, as `padded_shape`. A region always spans all of the merged dimensions."""
+    """Return a region with `DIMS` dimensions: (0, 1) is appended, or dimensions too many are merged into the last."""
     if len(region) <= DIMS:
         return (*region, *((0, 1),) * (DIMS - len(region)))
     return (*region[: DIMS - 1], (0, math.prod(stop - start for start, stop in region[DIMS - 1 :])))

@@ -219,7 +219,7 @@ class ShardTransfer:
         self._groups.clear()
 
     def _meet(self, receivers: Sequence[ShardReceiver]) -> SharedStore:
-        """Return the store of the first trainer rank; create it at the first update, and write the tensors to it."""
+        """Return the first trainer rank's store. The first update creates it, with the list of the model's tensors."""
         if self._store is not None:
             return self._store
         problem, store = None, None

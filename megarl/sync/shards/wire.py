@@ -19,7 +19,9 @@ from megarl.sync.shards.table import Array, ColumnTable
 FAN_GAIN = 1.25
 """Each rank of a machine receives a stripe (an equal share) of boxes that several of them store, and they exchange the
 stripes, if otherwise one of them would receive more than this many times its equal share of the machine's bytes."""
-_STRIPE = 1 << 16  # a box (a rectangular part of a tensor) is not cut into pieces of fewer bytes at borders of stripes
+# a box (a rectangular part of a tensor) is not cut into pieces of fewer bytes where the stripes of ranks meet, the
+# shares of it that the ranks of a machine receive
+_STRIPE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)

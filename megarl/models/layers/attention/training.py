@@ -297,8 +297,10 @@ def _flash_varlen(
 def _torch_varlen(
     q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None, **further: Any
 ) -> Any:
-    """Compute attention by torch's `varlen_attn`. Return its output [t, heads, d], or a tuple with more outputs if its
-    arguments in `further` request them.
+    """Compute attention by torch's `varlen_attn`; `further` are other arguments of this function.
+
+    Returns:
+        Its output [t, heads, d]; a tuple if `further` asks for more outputs, such as `return_aux`.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -456,8 +458,10 @@ class AttentionBucket:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """All buckets of a packed stream; `restore` [t] indexes their concatenated outputs (None: they are already in
-    order)."""
+    """How attention over a packed stream is computed: bucket by bucket, of sequences with similar lengths.
+
+    `restore` [t] indexes the buckets' concatenated outputs (None: they are already in order).
+    """
 
     buckets: tuple[AttentionBucket, ...]
     restore: Tensor | None

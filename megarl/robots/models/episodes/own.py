@@ -138,7 +138,7 @@ class OwnEmbedder(EpisodeEmbedder):
     def _loss(
         self, encoder: PointEncoder, episodes: Batch, rows: Tensor, points: list[list[int]]
     ) -> tuple[Tensor, int, int]:
-        """Return the summed loss over pairs of neighbouring points, the number of correct pairs, and of all pairs.
+        """Return the summed contrastive loss of pairs of neighbouring points, how many rank first, and of how many.
 
         Args:
             rows: the episodes.

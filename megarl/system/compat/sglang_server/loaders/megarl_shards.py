@@ -209,7 +209,7 @@ def _box(place: CopyTarget, shape: Sequence[int], what: str) -> tuple[list[int],
             )
         part = min(size, sizes[dim] - lo[dim])
         hi[dim], strides[dim] = lo[dim] + part, stride
-        if part < size:  # continues in the dimension before this one
+        if part < size:  # the cut goes on in the dimension before this one
             runs.append((size // part, step * part, stride * part))
     return lo, hi, strides
 

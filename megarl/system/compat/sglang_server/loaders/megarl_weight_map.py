@@ -307,6 +307,6 @@ def derive(model: Any) -> None:
 
 
 def derive_if_written(model: Any) -> None:
-    """Call `derive` if `copy_mapped` has written parameters of the model since the last `derive`."""
+    """Recompute what the model derives from its weights, if parameters were written since it was last done."""
     if model in _WRITTEN:
         derive(model)
