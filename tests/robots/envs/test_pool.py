@@ -150,8 +150,9 @@ def test_the_expert_of_a_simulator_is_asked_where_the_episode_is() -> None:
     "kind", ["pickle", "pickle as a body", "oversized", "deep", "garbage", "list", "other types", "no array"]
 )
 def test_what_is_no_answer_fails_its_episode_and_executes_nothing(kind: str, tmp_path: Path) -> None:
-    marker = tmp_path / "executed"
-    with pool_of(wrong="write", writes=kind, marker=str(marker), once=str(tmp_path / "once")) as pool:
+    marker, once = tmp_path / "executed", tmp_path / "once"
+    # A forked process has descriptors of others, too, which nobody may read: writing to them would never end.
+    with pool_of(program=True, wrong="write", writes=kind, marker=str(marker), once=str(once)) as pool:
         *_, failure = episode(pool)
         assert isinstance(failure, Failure)
         assert (failure.kind, failure.task) == ("crash", "left")
