@@ -238,7 +238,6 @@ def test_a_turn_without_a_call_is_the_last_one(answer):
         *("writes a pickle", "writes garbage"),
     ],
 )
-@pytest.mark.usefixtures("forked")
 def test_what_goes_wrong_is_told_to_the_model_and_the_next_call_works(answer, asked, error):
     said, info = answer(asked, call("shift", text="a"))
     assert error in said[0]
