@@ -98,7 +98,7 @@ class TaskScores(Protocol):
 
 
 class Task:
-    """What depends on the kind of output of a policy, such as checks and exported values; this one is for text."""
+    """All that depends on the kind of a policy's output, such as checks and exported values; this one is for text."""
 
     writes_text = True
     #: Why this task cannot hold rows out by `data.val_split`; None: it can.

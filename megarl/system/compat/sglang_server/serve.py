@@ -311,8 +311,9 @@ def absorb_latents() -> None:
 
 
 def pad_batches() -> None:
-    """Name the length of the requests with which data-parallel attention pads a batch: SGLang's attention in plain
-    torch has none, as its other kernels do.
+    """Give SGLang's attention in plain torch the method that data-parallel attention needs to pad batches.
+
+    It returns the length of the requests that are added. SGLang's other attention backends have this method.
     """
 
     def name_length(_: None, backend: Any, *args: Any, **kwargs: Any) -> None:
