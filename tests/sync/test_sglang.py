@@ -376,7 +376,7 @@ MANY = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), ({"ep": 2}, "disk"), ({
             *("deepseek_v3", {**NARROW, "intermediate_size": 128}, 55, MANY), marks=pytest.mark.campaign("servers")
         ),
         pytest.param("qwen3_moe", {"moe_intermediate_size": 64}, 39, MANY, marks=pytest.mark.campaign("servers")),
-        pytest.param("glm4_moe", NARROW, 51, MANY, marks=pytest.mark.campaign("servers")),
+        pytest.param("glm4_moe", {**NARROW, "intermediate_size": 128}, 51, MANY, marks=pytest.mark.campaign("servers")),
     ],
 )
 def test_groups_of_ranks_with_attention_of_their_own_hold_the_same_weights(
