@@ -76,7 +76,7 @@ _KEYS = {
     "rollout.engine (embedded or sglang; vLLM is not there)": "rollout.name generation.backend",
     "rollout.engine (embedded or sglang); generation during training is async.max_staleness": "rollout.mode",
     "rollout.engine=embedded, or rollout.sglang.colocated: both share the devices of training": "hybrid_engine",
-    "rollout.sglang.attention_dp": "sglang.dp_size sglang_dp_size enable_dp_attention attn_dp_size",
+    "rollout.sglang.attention_dp": "sglang_dp_size enable_dp_attention attn_dp_size",
     "rollout.sglang.memory_fraction": "vllm_gpu_memory_utilization gpu_memory_utilization",
     "rollout.sglang.start_timeout_s": "vllm_server_timeout",
     "rollout.sglang.tp_size": "vllm_tensor_parallel_size tensor_parallel_size rollout.tensor_model_parallel_size",

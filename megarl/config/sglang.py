@@ -73,6 +73,7 @@ class SGLangConfig(Section):
         "tp_size: each group has all heads and a cache of its own. Feed-forward layers and experts are still divided "
         "among all ranks. For models whose keys and values many ranks would hold otherwise, such as DeepSeek-V3",
     )
+    dp_size: PositiveInt = Field(1, description="data-parallel replicas inside a server, always 1: use several servers")
     gpus: list[NonNegativeInt] | None = Field(
         None,
         description="devices of each machine that servers use, in order; null: the devices after the trainer's, or "

@@ -128,6 +128,9 @@ def test_more_servers_than_a_team_has_gpus_are_one_problem():
     fix = "set placement.teams.draw.devices=16 cluster.nproc=40 cluster.nnodes=5, or rollout.sglang.servers=4"
     assert (check.status, check.fix) == ("fail", fix)
     assert checks_of(*fix.partition(", or")[0].split()[1:], "rollout.sglang.tp_size=2") == []
+    found = checks_of("rollout.sglang.dp_size=2", names=("machines", "placement", "servers"))
+    assert [check.key for check in found if check.status == "fail"] == ["rollout.sglang.dp_size"]
+    assert [check.key for check in found if check.name == "machines"] == []
 
 
 def test_servers_of_teams_that_are_not_known_are_not_shared_out():

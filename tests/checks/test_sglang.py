@@ -269,6 +269,7 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
             "rollout.sglang.extra_args",
         ),
         (["rollout.sglang.extra_args=[--attn-dp-size,'2']"], "rollout.sglang.extra_args"),
+        (["rollout.sglang.dp_size=2"], "rollout.sglang.dp_size"),
         (["rollout.sglang.extra_args=[--host,0.0.0.0]"], "rollout.sglang.extra_args"),
         (["rollout.sglang.extra_args=[--hos=0.0.0.0]"], "rollout.sglang.extra_args"),
         (["cluster.nproc=2", "sync.timeout_s=600"], "sync.timeout_s"),
@@ -556,3 +557,9 @@ def test_a_draft_in_the_policys_folder_is_its_own(monkeypatch, tmp_path, path, s
     rollout = {"sglang": {"speculative": {"algorithm": "EAGLE", "draft_path": path}}}
     config = RunConfig(name="case", model={"path": str(tmp_path / "model")}, actor={"mtp": {}}, rollout=rollout)
     assert server_checks.serves_own_draft(config) == same
+
+
+def test_replicas_inside_a_server_become_servers_only_where_there_are_gpus(failures, on) -> None:
+    (check,) = failures(*on, "rollout.sglang.dp_size=2", "rollout.sglang.servers=8")
+    assert check.fix == "set rollout.sglang.dp_size=1, and use several servers instead (rollout.sglang.servers)"
+    assert failures(*on, "rollout.sglang.dp_size=1") == []  # as in the config.yaml of older runs

@@ -186,6 +186,14 @@ def _check_layout(config: RunConfig, request_workers: int, checks: Checklist, *,
     servers, nnodes = config.rollout.sglang, config.cluster.nnodes
     groups = f"the {servers.tp_size} tensor-parallel ranks of a server cannot form expert-parallel groups"
     _check_divides("ep_size", servers.ep_size, servers.tp_size, groups, checks, "tp_size")
+    if servers.dp_size > 1:
+        checks.fail(
+            "rollout.sglang.dp_size",
+            "SGLang cannot update the weights of a server with several replicas",
+            found=servers.dp_size,
+            allowed="1",
+            fix="set rollout.sglang.dp_size=1, and use several servers instead (rollout.sglang.servers)",
+        )
     _check_nodes(config, checks)
     if servers.urls:
         return
