@@ -197,8 +197,9 @@ class CpuKernels:
             out: float32 [4, n], contiguous in its last dimension; row 2 is not written without `entropy`.
             start: vocabulary index of the first column.
         """
+        targets = targets.contiguous()  # a copy has to live until the call returns
         self._statistics(
-            *(logits.dtype == torch.bfloat16, *_pointers(logits, targets.contiguous(), out), out.stride(0), entropy),
+            *(logits.dtype == torch.bfloat16, *_pointers(logits, targets, out), out.stride(0), entropy),
             *(*_sizes(logits), start, inverse_temperature),
         )
 
@@ -226,12 +227,12 @@ class CpuKernels:
                 entropy counts only if `entropy` is given.
             start: vocabulary index of the first column.
         """
-        out = torch.empty(logits.shape, dtype=dtype)
+        out, targets = torch.empty(logits.shape, dtype=dtype), targets.contiguous()
         rows = [None if x is None else x.contiguous() for x in (log_z, entropy, grad_logp, grad_entropy)]
         table = (ctypes.c_void_p * len(rows))(*_pointers(*rows))
         self._gradients(
             *(logits.dtype == torch.bfloat16, dtype == torch.bfloat16, logits.data_ptr()),
-            *(targets.contiguous().data_ptr(), table, out.data_ptr()),
+            *(targets.data_ptr(), table, out.data_ptr()),
             *(*_sizes(logits), start, inverse_temperature),
         )
         return out

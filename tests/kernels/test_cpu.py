@@ -153,6 +153,20 @@ def test_a_row_of_logits_depends_on_no_other_row(kernels, dtype):
                 assert torch.equal(alone[0], whole[row])
 
 
+def test_targets_may_be_a_column_of_a_tensor(kernels):
+    """Their copy, which the kernels read, lives until the call returns."""
+    logits, place = randn(4096, 32, dtype=torch.float32), {"start": 0, "inverse_temperature": 1.0}
+    columns = torch.randint(32, (4096, 3), generator=torch.Generator().manual_seed(1))
+    target, plain = columns[:, 1], columns[:, 1].contiguous()
+    logs, ones = torch.empty(2, 4, 4096), torch.ones(4096)
+    for out, of in zip(logs, (target, plain), strict=True):
+        kernels.statistics(logits, of, out, **place, entropy=True)
+    assert torch.equal(*logs)
+    log_z = logs[1, 0] + logs[1, 1].log()
+    sides = [kernels.gradients(logits, of, log_z, ones, ones, ones, torch.float32, **place) for of in (target, plain)]
+    assert torch.equal(*sides)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_drawn_token_is_the_one_of_torch_operations(kernels, dtype):
     """In one piece or in shards of the vocabulary."""
