@@ -24,7 +24,7 @@ from megarl.benchmarks.sync.measure import BUCKET_MB, DEADLINE_S, SIDE, receiver
 
 if TYPE_CHECKING:
     from megarl.rollout.sglang.receiver import SglangReceiver
-    from megarl.sync.shards.transfer import OwnShards, ShardTransfer
+    from megarl.sync.shards.transfer import ShardTransfer
     from megarl.system.comm import WorkerGroup
 
 SENDERS, RECEIVERS = 4, 8
@@ -79,40 +79,6 @@ def _answer(process: subprocess.Popen[str]) -> str:
     return line
 
 
-def _own_shards(rank: int) -> OwnShards:
-    """Return what trainer rank `rank` knows: every rank holds SIDE / SENDERS rows of each matrix."""
-    import numpy as np
-    import torch
-
-    from megarl.sync.shards.boxes import (
-        BoxTable,
-        GpuPlace,
-        ParameterTable,
-        RankStorage,
-        TensorTable,
-        padded_shape,
-        row_major,
-    )
-    from megarl.sync.shards.transfer import OwnShards
-
-    names, rows, part = (
-        np.array([f"model.layers.{i}.weight" for i in range(TENSORS)]),
-        np.arange(TENSORS),
-        SIDE // SENDERS,
-    )
-    whole, stored = (np.array([padded_shape((size, SIDE))] * TENSORS) for size in (SIDE, part))
-    dtypes = np.array(["bfloat16"] * TENSORS)
-    storages = []
-    for number in range(SENDERS):
-        lo, hi = 0 * whole, whole.copy()
-        lo[:, 0], hi[:, 0] = number * part, (number + 1) * part
-        boxes = BoxTable(rows, lo, hi, rows, 0 * rows, row_major(stored), 0 * rows)
-        storages.append(RankStorage(ParameterTable(names, stored, dtypes), boxes))
-    weights = {name: torch.randn(part, SIDE).to(torch.bfloat16) for name in names.tolist()}
-    places = [GpuPlace(socket.gethostname(), number) for number in range(SENDERS)]
-    return OwnShards(weights, storages, places, TensorTable(names, whole, dtypes), [(SIDE, SIDE)] * TENSORS)
-
-
 def _update(
     transfer: ShardTransfer, receivers: Sequence[SglangReceiver], version: int, world: WorkerGroup
 ) -> tuple[float, int]:
@@ -143,7 +109,7 @@ def main(urls: Sequence[str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from megarl.benchmarks.sync.measure import receiver_at
+    from megarl.benchmarks.sync.measure import own_shards, receiver_at
     from megarl.sync.shards.transfer import ShardTransfer
     from megarl.sync.transports.shards import planner
     from megarl.system.comm import team_world
@@ -152,10 +118,11 @@ def main(urls: Sequence[str]) -> None:
     dist.init_process_group("gloo")
     world = team_world(DEADLINE_S)
     receivers = [receiver_at(url, number) for number, url in enumerate(urls)]
-    transfer = ShardTransfer(
-        _own_shards(world.rank), planner(BUCKET_MB * 10**6), world, "many", DEADLINE_S, "127.0.0.1"
-    )
-    results: list[tuple[float, int]] = [_update(transfer, receivers, 1, world)]
+    part = (SIDE // SENDERS, SIDE)
+    weights = {f"model.layers.{i}.weight": torch.randn(part).to(torch.bfloat16) for i in range(TENSORS)}
+    own, rounds = own_shards(weights, socket.gethostname(), SENDERS), planner(BUCKET_MB * 10**6)
+    transfer = ShardTransfer(own, rounds, world, "many", DEADLINE_S, "127.0.0.1")
+    _update(transfer, receivers, 1, world)
     print(json.dumps({}), flush=True)
     sys.stdin.readline()
     cpu = time.process_time()

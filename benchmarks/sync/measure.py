@@ -224,8 +224,14 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _own_shards(weights: dict[str, Tensor]) -> OwnShards:
-    """Return what a trainer of one rank with these matrices knows, to send them from shard to shard."""
+def own_shards(weights: dict[str, Tensor], machine: str, senders: int = 1) -> OwnShards:
+    """Return what one of `senders` trainer ranks knows, to send matrices from shard to shard.
+
+    Args:
+        weights: this rank's rows of each matrix. Every rank holds equally many, in the order of ranks.
+        machine: name of the machine of all trainer ranks.
+        senders: number of trainer ranks.
+    """
     import numpy as np
 
     from megarl.sync.shards.boxes import (
@@ -240,12 +246,17 @@ def _own_shards(weights: dict[str, Tensor]) -> OwnShards:
     from megarl.sync.shards.transfer import OwnShards
 
     names, rows = np.array([*weights]), np.arange(len(weights))
-    shapes = np.array([padded_shape(tensor.shape) for tensor in weights.values()])
-    dtypes = np.array(["bfloat16"] * len(weights))
-    boxes = BoxTable(rows, 0 * shapes, shapes, rows, 0 * rows, row_major(shapes), 0 * rows)
-    storage = RankStorage(ParameterTable(names, shapes, dtypes), boxes)
-    sizes = [tuple(tensor.shape) for tensor in weights.values()]
-    return OwnShards(weights, [storage], [GpuPlace(_HOST, 0)], TensorTable(names, shapes, dtypes), sizes)
+    parts = [tuple(tensor.shape) for tensor in weights.values()]
+    sizes = [(senders * part[0], *part[1:]) for part in parts]
+    stored, whole = (np.array([padded_shape(shape) for shape in shapes]) for shapes in (parts, sizes))
+    dtypes, storages = np.array(["bfloat16"] * len(weights)), []
+    for number in range(senders):
+        lo, hi = 0 * whole, whole.copy()
+        lo[:, 0], hi[:, 0] = number * stored[:, 0], (number + 1) * stored[:, 0]
+        boxes = BoxTable(rows, lo, hi, rows, 0 * rows, row_major(stored), 0 * rows)
+        storages.append(RankStorage(ParameterTable(names, stored, dtypes), boxes))
+    places = [GpuPlace(machine, number) for number in range(senders)]
+    return OwnShards(weights, storages, places, TensorTable(names, whole, dtypes), sizes)
 
 
 def _measure_shards(folder: Path) -> dict[str, Any]:
@@ -258,7 +269,7 @@ def _measure_shards(folder: Path) -> dict[str, Any]:
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with receiver_process(folder) as (receiver, _):
         alone, rounds = WorkerGroup.alone(), planner(BUCKET_MB * 10**6)
-        transport = ShardsTransport(ShardTransfer(_own_shards(weights), rounds, alone, _RUN, DEADLINE_S, _HOST))
+        transport = ShardsTransport(ShardTransfer(own_shards(weights, _HOST), rounds, alone, _RUN, DEADLINE_S, _HOST))
 
         def send(receivers: Sequence[SglangReceiver], report: SyncReport) -> None:
             transport.transfer.run(receivers, {0}, report)
