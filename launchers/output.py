@@ -38,7 +38,8 @@ class OutputLog:
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._pending: dict[int, bytes] = {}
-        self._ended = b""  # the unfinished line of rank 0 after which the console began a new line
+        # the unfinished line of rank 0 at the last message; if it is still unfinished, the console is on a new line
+        self._ended = b""
 
     def write(self, rank: int, data: bytes) -> None:
         """Add output that `rank` printed."""

@@ -44,9 +44,10 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Computes the log-prob of each row's target token and optionally the entropy; ranks split the vocabulary.
+    """Computes the log-prob of each row's target token, and the entropy if asked for.
 
-    Where the micro-batch has kept tokens, log-probs are among them; the entropy is always of the whole distribution.
+    Tensor-parallel ranks each have a part of the vocabulary, and all of them return the values of every row. Where the
+    micro-batch has kept tokens, log-probs are among them; the entropy is always of the whole distribution.
     """
 
     temperature: float  # divides the logits

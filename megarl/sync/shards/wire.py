@@ -98,7 +98,10 @@ class NeedRows:
 
 
 def machines_of(servers: Sequence[ServerStorage], needs: NeedRows, trainers: TrainerHolders) -> dict[str, MachineNeeds]:
-    """Return the needs of the server ranks on each machine, by the name of the machine."""
+    """Return, by the name of each machine with server ranks, the boxes (parts of tensors) that they need.
+
+    `needs`: the boxes of all server ranks; `trainers`: the trainer ranks that hold each box, with their machines.
+    """
     members: dict[str, list[int]] = {}
     places = (place for server in servers for place in server.places)
     for number, place in enumerate(places):
@@ -230,11 +233,11 @@ class _MachineRows:
 
 
 class MachineNeeds:
-    """The boxes (parts of tensors) that the server ranks of a machine need, and whether each rank receives only a
-    stripe (a share) of common boxes, which the ranks then exchange.
+    """The boxes (parts of tensors) that the server ranks on one machine store and therefore need in a weight update.
 
-    Boxes that a trainer rank of this machine holds do not cross the network. They are sent to each rank that stores
-    them.
+    Several ranks may store the same box. Either each of them receives all of it, or each receives only a share of it (a
+    stripe) over the network, and the ranks exchange the stripes inside the machine. If a trainer rank on this machine
+    has the box, it does not cross the network, and is sent whole to each rank that stores it.
 
     Args:
         members: numbers of the server ranks on the machine.
