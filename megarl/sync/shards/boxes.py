@@ -21,7 +21,7 @@ from megarl.sync.shards.table import Array, ColumnTable, TableSet
 
 DIMS = 3
 #: Bytes of an element by the name of its torch dtype.
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class BoxRule(IntEnum):
@@ -30,13 +30,10 @@ class BoxRule(IntEnum):
     COPY: from the same box of the tensor, cast to the parameter's dtype.
     ZERO: always zero, such as padding rows of an embedding. The box belongs to no tensor (`tensor` is -1), and nothing
         is sent.
-    FP8: the tensor is the float8_e4m3fn form of a weight, or its scales (named `..._scale_inv`, one element for each
-        block of 128 x 128). The sender computes both from the weight.
     """
 
     COPY = 0
     ZERO = 1
-    FP8 = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +43,7 @@ class TensorTable(ColumnTable):
     The trainer sends this table to the servers, whose ranks use it to describe how they store the tensors.
 
     Attributes:
-        names: str [T], Hugging Face names; with FP8 also those of the scales.
+        names: str [T], Hugging Face names.
         shapes: int64 [T, DIMS], see `padded_shape`.
         dtypes: str [T], dtypes on the wire, such as `bfloat16`.
     """

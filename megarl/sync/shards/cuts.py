@@ -26,7 +26,7 @@ class PartTable(ColumnTable):
     nbytes: Annotated[Array, "i8"]
 
 
-def cut_parts(parts: PartTable, ends: Array, step: Array, least: int) -> tuple[PartTable, Array]:
+def cut_parts(parts: PartTable, ends: Array, least: int) -> tuple[PartTable, Array]:
     """Cut a sequence of parts of boxes, seen as one range of bytes, near the positions `ends`.
 
     A cut inside a part moves to the nearest row of the part, or to its nearest end if one of the two pieces would have
@@ -34,7 +34,6 @@ def cut_parts(parts: PartTable, ends: Array, step: Array, least: int) -> tuple[P
 
     Args:
         ends: int64 [k], ascending, the bytes at which the ranges 0 .. k - 1 end; the last one is the sum of all bytes.
-        step: int64 [n], how many rows of each part stay together: 128 for FP8, else 1.
 
     Returns:
         The pieces in order, and for each piece the number of its range: int64 [m], 0 .. k - 1.
@@ -47,7 +46,7 @@ def cut_parts(parts: PartTable, ends: Array, step: Array, least: int) -> tuple[P
     inside = wanted - starts[at]
     size = parts.nbytes[at]
     per_row = size // np.maximum(rows[at], 1)
-    row = np.rint(inside / np.maximum(per_row * step[at], 1)).astype(np.int64) * step[at]
+    row = np.rint(inside / np.maximum(per_row, 1)).astype(np.int64)
     row = np.minimum(row, rows[at])
     row = np.where((row * per_row < least) & (row < rows[at]), 0, row)
     row = np.where((size - row * per_row < least) & (row > 0), rows[at], row)

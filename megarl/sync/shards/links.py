@@ -9,7 +9,6 @@ from typing import Annotated
 
 import numpy as np
 
-from megarl.sync.plan import FP8_BLOCK
 from megarl.sync.shards.boxes import DIMS, BoxRule, BoxTable, RankStorage, TensorTable, dtype_codes, row_major
 from megarl.sync.shards.table import Array, ColumnTable
 from megarl.system.errors import UserError
@@ -26,7 +25,6 @@ class HeldViews(ColumnTable):
     parameter: Annotated[Array, "i4"]
     offset: Annotated[Array, "i8"]
     strides: Annotated[Array, "i8", DIMS]
-    rule: Annotated[Array, "i1"]
     dtype: Annotated[Array, "i1"]
 
 
@@ -51,7 +49,6 @@ class SharedBoxes:
     _parameter: Array
     _offset: Array
     _strides: Array
-    _rule: Array
     _dtype: Array
 
     def views(self, boxes: Array, senders: Array, lo: Array) -> HeldViews:
@@ -60,7 +57,7 @@ class SharedBoxes:
         at = np.searchsorted(self._keys, boxes * np.int64(self.storage_of.max() + 1) + self.storage_of[senders])
         strides = self._strides[at]
         offset = self._offset[at] + ((lo - self.lo[boxes]) * strides).sum(1)
-        return HeldViews(self._parameter[at], offset, strides, self._rule[at], self._dtype[at])
+        return HeldViews(self._parameter[at], offset, strides, self._dtype[at])
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +121,6 @@ def share_boxes(storages: Sequence[RankStorage]) -> SharedBoxes:
         joined.parameter,
         joined.offset,
         joined.strides,
-        joined.rule,
         dtype[order],
     )
 
@@ -192,27 +188,6 @@ def needs_of(storage: RankStorage, shared: SharedBoxes, tensors: TensorTable, wh
         strides,
         dtype_codes(storage.parameters.dtypes)[boxes.parameter[row]],
     )
-
-
-def check_blocks(storage: RankStorage, tensors: TensorTable, where: str) -> None:
-    """Check that a server rank stores whole blocks of 128 x 128 of each tensor that is sent in FP8.
-
-    Raises:
-        UserError: a box ends inside a block, so that the rank would store a part of a block, which has one scale.
-    """
-    boxes = storage.boxes.take(storage.boxes.rule != BoxRule.ZERO)
-    boxes = boxes.take(tensors.dtypes[boxes.tensor] == "float8_e4m3fn")
-    ends = tensors.shapes[boxes.tensor]
-    inside = ((boxes.lo % FP8_BLOCK > 0) | ((boxes.hi % FP8_BLOCK > 0) & (boxes.hi < ends))).any(1)
-    if inside.any():
-        bad = int(inside.argmax())
-        raise UserError(
-            f"{where}: parameter {storage.parameters.names[boxes.parameter[bad]]} stores only a part of an FP8 block "
-            f"({FP8_BLOCK} x {FP8_BLOCK}) of {tensors.names[boxes.tensor[bad]]}",
-            found=[list(span) for span in zip(boxes.lo[bad].tolist(), boxes.hi[bad].tolist(), strict=True)],
-            allowed=f"multiples of {FP8_BLOCK}",
-            fix="use fewer tensor-parallel ranks for the servers, or set sync.fp8=false",
-        )
 
 
 def check_tiling(storage: RankStorage, where: str) -> None:

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.sync.plan import FP8_BLOCK
 from megarl.sync.shards.assign import receivers_of
-from megarl.sync.shards.boxes import BoxRule, GpuPlace, RankStorage, ServerStorage, TensorTable, dtype_codes, row_major
+from megarl.sync.shards.boxes import GpuPlace, RankStorage, ServerStorage, TensorTable, dtype_codes, row_major
 from megarl.sync.shards.cuts import PartTable
-from megarl.sync.shards.links import NeedTable, check_blocks, check_tiling, needs_of, share_boxes
+from megarl.sync.shards.links import NeedTable, check_tiling, needs_of, share_boxes
 from megarl.sync.shards.messages import SentParts, lay_out
 from megarl.sync.shards.program import (
     LinkTable,
@@ -94,14 +93,12 @@ class UpdatePlan:
         for where, storage in storages:
             if id(storage) not in span:
                 check_tiling(storage, where)
-                check_blocks(storage, self.tensors, where)
                 tables.append(needs_of(storage, self.shared, self.tensors, where))
                 span[id(storage)] = rows, rows + len(tables[-1])
                 rows += len(tables[-1])
         spans = [span[id(storage)] for _, storage in storages]
-        step = np.where(self.tensors.dtypes == "float8_e4m3fn", FP8_BLOCK, 1)
         first, last = zip(*spans, strict=True)
-        return NeedRows(NeedTable.joined(tables), first, last, self.shared.holders, step)
+        return NeedRows(NeedTable.joined(tables), first, last, self.shared.holders)
 
     def _join(self, planned: Sequence[CellShares]) -> None:
         """Set the tables of the whole update from what is sent to each cell (servers that share a process group)."""
@@ -149,7 +146,7 @@ class UpdatePlan:
         views = self.shared.views(table.box[need], sender[large], lo)
         steps, wire = row_major(hi - lo), dtype_codes(self.tensors.dtypes)[table.tensor[need]]
         same = ((hi - lo == 1) | ((views.strides == steps) & (table.strides[need] == steps))).all(1)
-        same &= (views.rule == BoxRule.COPY) & (views.dtype == wire) & (table.dtype[need] == wire)
+        same &= (views.dtype == wire) & (table.dtype[need] == wire)
         direct = np.zeros(len(parts), bool)
         direct[large] = same
         return direct
@@ -182,7 +179,7 @@ class UpdatePlan:
         lo, hi = self._corners(parts)
         table, need = self.needs.table, self._box_need[parts.row]
         views = self.shared.views(table.box[need], self.messages.sender[message], lo)
-        place = (views.parameter, views.offset, views.strides, views.rule)
+        place = (views.parameter, views.offset, views.strides)
         return LinkTable(message, self._start[chosen], parts.nbytes, table.tensor[need], lo, hi, *place)
 
     def _targets_of(self, chosen: Array, keep: Array | None) -> tuple[Array, Array]:

@@ -92,7 +92,6 @@ class LinkTable(ColumnTable):
         hi: int64 [L, DIMS], index after the last one.
         parameter, offset, strides: the box in the sender's memory: int32 [L], int64 [L], int64 [L, DIMS], see
             `BoxTable`.
-        rule: int8 [L], the `BoxRule`: with FP8 the sender quantises the box.
     """
 
     message: Annotated[Array, "i4"]
@@ -104,7 +103,6 @@ class LinkTable(ColumnTable):
     parameter: Annotated[Array, "i4"]
     offset: Annotated[Array, "i8"]
     strides: Annotated[Array, "i8", DIMS]
-    rule: Annotated[Array, "i1"]
 
 
 @dataclass(frozen=True, eq=False)

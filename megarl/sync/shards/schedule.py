@@ -153,13 +153,10 @@ class ShareScheduler:
         sender = np.array([rank for share in segments for rank, _ in share])
         of_group = np.repeat(np.arange(len(segments)), [len(share) for share in segments])
         parts = wire.parts.take(group.order)
-        pieces, segment = cut_parts(parts, np.concatenate(ends), self._steps(wire, parts), least)
+        pieces, segment = cut_parts(parts, np.concatenate(ends), least)
         lead = group.lead[of_group[segment]]
         none = np.zeros(len(pieces), np.int64)
         return CellShares(pieces, sender[segment], wire.receiver[lead], wire.kinds[lead], none, none)
-
-    def _steps(self, wire: CellWire, parts: PartTable) -> Array:
-        return self.needs.step[self.needs.table.tensor[wire.boxes.need[parts.row]]]
 
     def rounds(self, cell: int, wire: CellWire, shares: CellShares, parts: TrainerParts) -> CellShares:
         """Return the parts that are sent to a cell (servers that share a process group), cut where a round ends, with
@@ -186,8 +183,7 @@ class ShareScheduler:
             numbers.append(number + done.get(phase, 0))
             start += int(size.sum())
             done[phase] = int(numbers[-1].max()) + 1
-        steps = self._steps(wire, shares.parts)
-        pieces, message = cut_parts(shares.parts, np.concatenate(ends), steps, self._least(start))
+        pieces, message = cut_parts(shares.parts, np.concatenate(ends), self._least(start))
         row = np.searchsorted(np.cumsum(shares.parts.nbytes), np.cumsum(pieces.nbytes) - pieces.nbytes, side="right")
         whole = shares.take(row)
         return replace(whole, parts=pieces, number=np.concatenate(numbers)[message])

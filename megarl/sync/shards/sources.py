@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from megarl.models.layers.rules import TensorRegion
 from megarl.models.weight_table import Coordinate, WeightTable
-from megarl.sync.plan import FP8_BLOCK, FP8_SCALE, wire_tensors
+from megarl.sync.plan import wire_tensors
 from megarl.sync.shards.boxes import (
     DIMS,
-    BoxRule,
     BoxTable,
     ParameterTable,
     RankStorage,
@@ -22,22 +21,17 @@ from megarl.sync.shards.boxes import (
 )
 
 
-def tensors_of(
-    weights: WeightTable, dtype: str = "bfloat16", *, fp8: bool = False, without: Container[str] = ()
-) -> TensorTable:
+def tensors_of(weights: WeightTable, dtype: str = "bfloat16") -> TensorTable:
     """Return the tensors that updates of this model send, in export order.
 
     Args:
         dtype: dtype on the wire; tensors that are float32 in every model are sent in float32.
-        fp8: whether to send projections in FP8, each followed by its scales.
-        without: names of tensors that are not sent, such as those of frozen parts.
     """
     float32 = weights.float32()
     entries = [
         entry
         for name, shape in weights.shapes().items()
-        if name not in without
-        for entry in wire_tensors(name, shape, "float32" if name in float32 else dtype, fp8)
+        for entry in wire_tensors(name, shape, "float32" if name in float32 else dtype, fp8=False)
     ]
     return TensorTable(
         np.array([entry.name for entry in entries], np.str_),
@@ -53,26 +47,23 @@ def trainer_storages(
 
     Args:
         dtype: dtype of the trainer's parameters.
-
-    Raises:
-        ValueError: a tensor that is sent in FP8 is split inside a block of 128 x 128.
     """
     rows = {name: row for row, name in enumerate(tensors.names.tolist())}
     dtypes = dict.fromkeys(rows, dtype) | dict.fromkeys(weights.float32(), "float32")
     storages: dict[Coordinate, RankStorage] = {}
     for at in ranks:
         if at not in storages:
-            storages[at] = _rank_storage(weights, at, rows, dtypes, tensors)
+            storages[at] = _rank_storage(weights, at, rows, dtypes)
     return [storages[at] for at in ranks]
 
 
 def _rank_storage(
-    weights: WeightTable, at: Coordinate, rows: Mapping[str, int], dtypes: Mapping[str, str], tensors: TensorTable
+    weights: WeightTable, at: Coordinate, rows: Mapping[str, int], dtypes: Mapping[str, str]
 ) -> RankStorage:
     """Return how the rank with coordinate `at` stores the model.
 
     Args:
-        rows: row in `tensors` by name.
+        rows: row in `TensorTable` by name.
         dtypes: dtype of the parameter that a tensor is stored in, by the tensor's name.
     """
     shards = weights.shards(at)
@@ -104,7 +95,7 @@ def _rank_storage(
         shapes,
         np.array([dtypes.get(shard.pieces[0].source, "") if shard.pieces else "" for shard in shards], np.str_),
     )
-    return RankStorage(parameters, _with_fp8(boxes, tensors))
+    return RankStorage(parameters, boxes)
 
 
 def _padded(region: TensorRegion) -> TensorRegion:
@@ -112,32 +103,3 @@ def _padded(region: TensorRegion) -> TensorRegion:
     if len(region) <= DIMS:
         return (*region, *((0, 1),) * (DIMS - len(region)))
     return (*region[: DIMS - 1], (0, math.prod(stop - start for start, stop in region[DIMS - 1 :])))
-
-
-def _with_fp8(boxes: BoxTable, tensors: TensorTable) -> BoxTable:
-    """Return the boxes (parts of tensors), and for each box sent in FP8 a box of its scales too. A scale has no place
-    in a parameter; the place of its block's first element is used."""
-    quantised = tensors.dtypes[boxes.tensor] == "float8_e4m3fn"
-    if not quantised.any():
-        return boxes
-    weights = boxes.take(quantised)
-    ends = tensors.shapes[weights.tensor]
-    straddling = ((weights.lo % FP8_BLOCK > 0) | ((weights.hi % FP8_BLOCK > 0) & (weights.hi < ends))).any(1)
-    if straddling.any():
-        name = tensors.names[weights.tensor[straddling.argmax()]]
-        raise ValueError(
-            f"{name} cannot be sent in FP8: the trainer's layout splits it inside a block of {FP8_BLOCK} x "
-            f"{FP8_BLOCK}; use less tensor parallelism, or set sync.fp8=false"
-        )
-    rules = np.where(quantised, BoxRule.FP8, BoxRule.COPY)
-    rows = {name: row for row, name in enumerate(tensors.names.tolist())}
-    of_weight = [rows[f"{name}{FP8_SCALE}"] for name in tensors.names[weights.tensor].tolist()]
-    blocks = np.array([FP8_BLOCK, FP8_BLOCK, 1])  # only matrices are sent in FP8
-    scales = weights.replace(
-        tensor=np.array(of_weight, np.int32),
-        lo=weights.lo // blocks,
-        hi=-(-weights.hi // blocks),
-        strides=weights.strides * blocks,
-        rule=np.full(len(weights), BoxRule.FP8),
-    )
-    return BoxTable.joined([boxes.replace(rule=rules), scales])

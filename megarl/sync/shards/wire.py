@@ -87,14 +87,12 @@ class NeedRows:
         table: the parts of boxes (rectangular parts of tensors) that the receivers need.
         first, last: for each receiver its first row, and the row after its last one.
         holders: int32, for each of the trainer's boxes the number of the set of ranks that hold it.
-        step: int64, for each tensor the number of rows that are never cut apart (an FP8 block, or 1).
     """
 
     table: NeedTable
     first: Sequence[int]
     last: Sequence[int]
     holders: Array
-    step: Array
 
 
 def machines_of(servers: Sequence[ServerStorage], needs: NeedRows, trainers: TrainerHolders) -> dict[str, MachineNeeds]:
@@ -196,7 +194,6 @@ class _MachineRows:
         member: int64 [n], index in `members` of the rank that needs this part.
         table: these rows of `NeedRows.table`.
         holders: int32 [n], number of the set of trainer ranks that hold the part.
-        step: as in `NeedRows`.
     """
 
     members: Sequence[int]
@@ -204,7 +201,6 @@ class _MachineRows:
     member: Array
     table: NeedTable
     holders: Array
-    step: Array
 
     @classmethod
     def of(cls, members: Sequence[int], needs: NeedRows) -> _MachineRows:
@@ -213,12 +209,12 @@ class _MachineRows:
         need = np.concatenate([np.arange(*span) for span in spans])
         member = np.repeat(np.arange(len(members)), [end - start for start, end in spans])
         table = needs.table.take(need)
-        return cls(members, need, member, table, needs.holders[table.box], needs.step)
+        return cls(members, need, member, table, needs.holders[table.box])
 
     def take(self, rows: Array) -> _MachineRows:
         """Return the given rows: int [n], or bool for each row."""
         need, member, holders = self.need[rows], self.member[rows], self.holders[rows]
-        return _MachineRows(self.members, need, member, self.table.take(rows), holders, self.step)
+        return _MachineRows(self.members, need, member, self.table.take(rows), holders)
 
     @property
     def who(self) -> Array:
@@ -315,7 +311,7 @@ def _fanned(rows: _MachineRows, box: Array) -> _Wire:
         total = int(share.nbytes.sum())
         ends = total * np.arange(1, len(ranks) + 1) // len(ranks)
         least = min(_STRIPE, total // len(ranks) // 50)
-        cut, stripe = cut_parts(share, ends, rows.step[rows.table.tensor[first[chosen]]], least)
+        cut, stripe = cut_parts(share, ends, least)
         parts.append(cut)
         receiver.append(ranks[stripe])
     targets = WireTargets(box[order], rows.who[order], rows.need[order])

@@ -34,7 +34,7 @@ def program() -> TransferProgram:
     zeros = np.zeros(2, int)
     messages = MessageTable(zeros, np.arange(2), zeros, zeros, zeros + 32, zeros, np.array([0, 32]))
     box = np.zeros((2, 3), int)
-    links = LinkTable(np.arange(2), zeros, zeros + 32, zeros, box, box + np.array([16, 1, 1]), zeros, zeros, box, zeros)
+    links = LinkTable(np.arange(2), zeros, zeros + 32, zeros, box, box + np.array([16, 1, 1]), zeros, zeros, box)
     four = np.zeros(4, int)
     targets = TargetTable(np.array([0, 0, 1, 1]), four, np.array([0, 1, 0, 1]), four, four, np.zeros((4, 3), int))
     fans = FanTable(zeros, zeros, zeros, np.arange(2), np.array([0, 64]), zeros + 64)
