@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -110,6 +109,7 @@ def main(urls: Sequence[str]) -> None:
     import torch.distributed as dist
 
     from megarl.benchmarks.sync.measure import own_shards, receiver_at
+    from megarl.sync.shards.machine import machine_name
     from megarl.sync.shards.transfer import ShardTransfer
     from megarl.sync.transports.shards import planner
     from megarl.system.comm import team_world
@@ -120,7 +120,7 @@ def main(urls: Sequence[str]) -> None:
     receivers = [receiver_at(url, number) for number, url in enumerate(urls)]
     part = (SIDE // SENDERS, SIDE)
     weights = {f"model.layers.{i}.weight": torch.randn(part).to(torch.bfloat16) for i in range(TENSORS)}
-    own, rounds = own_shards(weights, socket.gethostname(), SENDERS), planner(BUCKET_MB * 10**6)
+    own, rounds = own_shards(weights, machine_name(), SENDERS), planner(BUCKET_MB * 10**6)
     transfer = ShardTransfer(own, rounds, world, "many", DEADLINE_S, "127.0.0.1")
     _update(transfer, receivers, 1, world)
     print(json.dumps({}), flush=True)

@@ -36,6 +36,7 @@ from megarl.sync.plan import TrainerRank, holdings, make_plan
 from megarl.sync.protocol import ReceiverUpdate, failure, holds_last_version, version_tag
 from megarl.sync.receiver import Checksums, Receiver, Receivers, UpdateStep
 from megarl.sync.sender import BucketSender, SyncReport
+from megarl.sync.shards.machine import machine_name
 from megarl.sync.shards.transfer import ShardReceiver, ShardTransfer
 from megarl.sync.source import Pieces, Source
 from megarl.sync.transports.base import Transport
@@ -150,7 +151,8 @@ class WeightSync:
     ) -> Transport:
         limit = self.config.timeout_s
         if self.transport_name == "shards":
-            shards = own_shards(self.chunks, self.table, ranks, names, str(self.dtype).removeprefix("torch."))
+            machines = self.world.all_gather_json(machine_name())
+            shards = own_shards(self.chunks, self.table, ranks, machines, str(self.dtype).removeprefix("torch."))
             # trainer ranks on other machines connect to the store too, so its address must not be a loopback one
             address = addresses[names[0]] if len(set(names.values())) > 1 else self.config.address
             rounds = planner(self.config.bucket_mb * 10**6)

@@ -16,7 +16,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megarl.system import tracing
-from megarl.system.errors import WorkerError
 
 
 class SharedStore:
@@ -94,15 +93,16 @@ class SharedStore:
 
     @contextlib.contextmanager
     def _located(self, what: str) -> Iterator[None]:
-        try:
+        def late(phase: str) -> str:
+            return (
+                f"{self._who} timed out waiting for {what} in the store, in phase {phase} (deadline {self._deadline})"
+            )
+
+        def gone(phase: str) -> str:
+            return (
+                f"{self._who}: the connection was closed to the store in rank 0's process, in phase {phase} ({what}); "
+                "has rank 0 ended?"
+            )
+
+        with tracing.located(RuntimeError, gone), tracing.located(dist.DistStoreError, late):
             yield
-        except dist.DistStoreError as error:
-            raise WorkerError(
-                f"{self._who} timed out waiting for {what} in the store, in phase {tracing.current()} (deadline "
-                f"{self._deadline}): {error}"
-            ) from error
-        except RuntimeError as error:
-            raise WorkerError(
-                f"{self._who}: the connection was closed to the store in rank 0's process, in phase "
-                f"{tracing.current()} ({what}); has rank 0 ended?: {error}"
-            ) from error

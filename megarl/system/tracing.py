@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from megarl.system.errors import WorkerError
+
 
 class Ranges(Protocol):
     """Where a profiler shows phases: a stack of named ranges of this thread."""
@@ -62,6 +64,19 @@ def set_step(step: int) -> None:
 def current() -> str:
     """Return the slash-joined path of the open phases, or `idle` outside all phases."""
     return "/".join(_stack) or "idle"
+
+
+@contextlib.contextmanager
+def located(errors: type[Exception], described: Callable[[str], str]) -> Iterator[None]:
+    """In this block, raise a WorkerError that names this rank and its phase in place of `errors` of torch.
+
+    Args:
+        described: called with the current phase; returns the message, to which the error's own text is added.
+    """
+    try:
+        yield
+    except errors as error:
+        raise WorkerError(f"{described(current())}: {error}") from error
 
 
 def on_change(callback: Callable[[str], None]) -> None:

@@ -104,11 +104,50 @@ class ServerCell:
         return cls(str(values["name"]), tuple(values["trainers"]), dict(sorted(servers.items())), machines)
 
 
-def join(store: dist.Store, name: str, size: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
+def join(
+    store: dist.Store,
+    name: str,
+    size: int,
+    rank: int,
+    backend: str,
+    timeout_s: float,
+    look: Callable[[], str | None] | None = None,
+) -> dist.ProcessGroup:
     """Create the process group `name` of `size` ranks and join it as `rank`.
 
     With gloo this call waits until all ranks have joined; with nccl the first messages wait.
+
+    Args:
+        look: called while this call waits; returns why it has to end, such as another rank that is gone, or None.
+
+    Raises:
+        RoundFailed: `look` returned a reason.
+        RuntimeError: not all ranks have joined within `timeout_s` seconds.
     """
+    if look is None or backend == "nccl":
+        return _join(store, name, size, rank, backend, timeout_s)
+    joined: Future[dist.ProcessGroup] = Future()
+
+    def wait_for_all() -> None:
+        group = error = None
+        try:  # by another connection, because torch's store holds a lock while it waits for a key
+            group = _join(store.clone(), name, size, rank, backend, timeout_s)  # type: ignore[attr-defined]
+        except BaseException as raised:
+            error = raised
+        if joined.set_running_or_notify_cancel():
+            joined.set_result(group) if error is None else joined.set_exception(error)
+        elif group is not None:
+            abort(group)
+
+    threading.Thread(target=wait_for_all, name="join", daemon=True).start()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return joined.result(_POLL_S)
+        if (why := look()) is not None and joined.cancel():
+            raise RoundFailed(f"joining {name}: {why}")
+
+
+def _join(store: dist.Store, name: str, size: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
     limit = datetime.timedelta(seconds=timeout_s)
     named: dict[str, Any] = {"group_name": name, "timeout": limit}  # newer torch has its own type for names
     with without_watchdog() if backend == "nccl" else contextlib.nullcontext():

@@ -34,7 +34,7 @@ from megarl.sync.receiver import Receiver, ShardMeeting, ShardUpdate, UpdateStep
 from megarl.sync.sender import SyncReport
 from megarl.sync.shards.boxes import GpuPlace, RankStorage, ServerStorage, TensorTable
 from megarl.sync.shards.compare import differing, sent_hashes
-from megarl.sync.shards.exchange import Round, RoundRunner, ServerCell, abort, join, rounds_of_sender
+from megarl.sync.shards.exchange import Round, RoundFailed, RoundRunner, ServerCell, abort, join, rounds_of_sender
 from megarl.sync.shards.plan import UpdatePlan
 from megarl.sync.shards.program import TransferProgram
 from megarl.sync.shards.table import pack
@@ -42,7 +42,7 @@ from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ServerError, WorkerError
 from megarl.system.processes import address_towards
 from megarl.system.store import SharedStore
-from megarl.system.tracing import beat, current
+from megarl.system.tracing import beat, located
 
 _READY_S = 30.0  # seconds within which all ranks of a cell must be ready; else the update leaves the cell out
 _QUIET_S = 10.0  # seconds without a heartbeat after which a rank counts as gone; it sends two a second during rounds
@@ -58,8 +58,8 @@ class ShardReceiver(Receiver, Protocol):
     """A receiver whose ranks take boxes (rectangular parts of tensors) directly from the trainer's ranks."""
 
     def describe_storage(self, meeting: ShardMeeting, step: UpdateStep) -> None:
-        """Make each rank of the engine write how it stores the model (`RankStorage`), and its machine's name, to the
-        trainer's store."""
+        """Make each rank of the engine write how it stores the model (`RankStorage`), and its machine's name
+        (`machine_name`), to the trainer's store."""
 
     def take_shards(self, update: ShardUpdate, step: UpdateStep) -> None:
         """Make each rank of the engine receive its part of an update; return when all ranks have the weights."""
@@ -109,11 +109,6 @@ class _Plan:
     program: TransferProgram  # this rank's part of `update`
     update: UpdatePlan
 
-    def program_keys(self, prefix: str) -> list[str]:
-        """Return the keys of the receivers' parts in the store."""
-        servers = {server: ranks for cell in self.cells.values() for server, ranks in cell.servers.items()}
-        return [_program_key(prefix, self.name, server, rank) for server in servers for rank in range(servers[server])]
-
 
 def _program_key(prefix: str, program: str, server: int, rank: int) -> str:
     return f"{prefix}/program/{program}/{server}/{rank}"
@@ -148,6 +143,7 @@ class ShardTransfer:
         self._place = ("", 0)
         self._described: dict[str, _Described] = {}  # receiver's address -> its ranks' storages and machines
         self._plans: dict[tuple[str, ...], _Plan] = {}  # only that of the last set of receivers, by their addresses
+        self._written: list[str] = []  # keys of the last plan's parts; rank 0 deletes them when there is a new plan
         self._groups: dict[int, tuple[ServerCell, dist.ProcessGroup]] = {}  # by the cell's number
         self._updates = 0
         first = next(iter(own.parameters.values()))
@@ -175,6 +171,8 @@ class ShardTransfer:
         start = time.perf_counter()
         self._updates += 1
         store = self._meet(receivers)
+        if self.world.rank == 0:  # ranks that still wait for keys of former updates, which are deleted below, stop
+            store.set(f"{self.prefix}/update", str(self._updates))
         self._describe(receivers, led, report)
         failed = {number for part in self.world.all_gather_json([*report.failed]) for number in part}
         store.delete(*self._last)  # all ranks have left the update before
@@ -235,13 +233,9 @@ class ShardTransfer:
         self._place = (str(place[0]), int(place[1]))
         who = f"trainer rank {self.world.rank}"
         if store is None:
-            try:
+            unconnected = f"{who} cannot connect to rank 0 at {self._place} for an update of weights, in phase"
+            with located(RuntimeError, lambda phase: f"{unconnected} {phase}"):
                 store = dist.TCPStore(*self._place, is_master=False, timeout=self._limit, wait_for_workers=False)
-            except RuntimeError as error:
-                raise WorkerError(
-                    f"{who} cannot connect to rank 0 at {self._place} for an update of weights, in phase "
-                    f"{current()}: {error}"
-                ) from error
         self._store = SharedStore(store, who, f"{self.timeout_s:g} s, sync.timeout_s")
         sizes = [",".join(map(str, shape)) for shape in self.own.shapes]
         if self.world.rank == 0:
@@ -316,7 +310,6 @@ class ShardTransfer:
         known = self._plans.get(key)
         if known is not None and known.addresses == addresses:
             return known
-        former = list(self._plans.values())
         self._plans.clear()
         update = self._planned(receivers) if known is None else known.update
         digest = update.digest if known is None else known.name
@@ -325,7 +318,7 @@ class ShardTransfer:
         else:  # a new plan needs new group names, because the store still has the keys of former groups
             name = f"megarl-{self.prefix}-{self._updates}"
             cells, cell_of = _cells(update, [receiver.layout.ranks for receiver in receivers], name, key)
-            self._write_programs(store, former, update, digest, receivers)
+            self._write_programs(store, update, digest, receivers)
         program = update.program(sender=self.world.rank)
         rounds = rounds_of_sender(program.arrays(), parameters, self.own.tensors.dtypes.tolist())
         self._plans[key] = plan = _Plan(digest, cells, cell_of, rounds, parameters, addresses, program, update)
@@ -334,27 +327,26 @@ class ShardTransfer:
     def _write_programs(
         self,
         store: SharedStore,
-        former: Sequence[_Plan],
         update: UpdatePlan,
         name: str,
         receivers: Sequence[ShardReceiver],
     ) -> None:
-        """Write the receivers' parts of a plan, each rank as many as the others, and delete those of the former plan.
+        """Write the receivers' parts of a plan, each rank as many as the others, and delete those of the plan before.
         Return when all are written, so that the time in which receivers have to begin starts then. Collective.
 
         Raises:
             WorkerError: the ranks have different plans.
         """
+        ranks = [(place, rank) for place, receiver in enumerate(receivers) for rank in range(receiver.layout.ranks)]
         if self.world.rank == 0:
-            for plan in former:
-                store.delete(*plan.program_keys(self.prefix))
+            store.delete(*self._written)
+            self._written = [_program_key(self.prefix, name, *each) for each in ranks]
         names = self.world.all_gather_json(name)
         if len(set(names)) > 1:
             raise WorkerError(
                 "the trainer's ranks have planned different weight updates, an error in megarl; report it, and set "
                 "sync.transport=distributed"
             )
-        ranks = [(place, rank) for place, receiver in enumerate(receivers) for rank in range(receiver.layout.ranks)]
         for place, rank in ranks[self.world.rank :: self.world.size]:
             part = update.program(receiver=(place, rank))
             store.set(_program_key(self.prefix, name, place, rank), part.encode())
@@ -409,7 +401,7 @@ class ShardTransfer:
         end = time.monotonic() + limit_s  # all receivers are called at the same time
         for number in wanted:
             cell = plan.cells[number]
-            why = watch.wait_ready(number, end, limit_s) or self._join(number, cell)
+            why = watch.wait_ready(number, end, limit_s) or self._join(number, cell, watch)
             if why is not None:
                 lost[number] = why
                 watch.give_up(number, why)
@@ -422,7 +414,7 @@ class ShardTransfer:
         report.nbytes += runner.nbytes
         return lost
 
-    def _join(self, number: int, cell: ServerCell) -> str | None:
+    def _join(self, number: int, cell: ServerCell, watch: CellWatch) -> str | None:
         """Join the process group of a cell unless this rank is in it already; return why joining failed, or None."""
         if number in self._groups:
             members, group = self._groups[number]
@@ -432,9 +424,9 @@ class ShardTransfer:
             abort(group)
         limit = min(_READY_S, self.timeout_s)
         try:
-            place = cell.of_trainer(self.world.rank)
-            group = join(self.store.connection, cell.name, cell.size, place, self._backend, limit)
-        except RuntimeError as error:
+            place, look = cell.of_trainer(self.world.rank), partial(watch.look, number)
+            group = join(self.store.connection, cell.name, cell.size, place, self._backend, limit, look)
+        except (RuntimeError, RoundFailed) as error:
             return f"trainer rank {self.world.rank} could not join the group: {str(error).partition(chr(10))[0]}"
         self._groups[number] = cell, group
         return None

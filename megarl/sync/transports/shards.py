@@ -7,7 +7,7 @@ resources do something here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -43,14 +43,14 @@ class ShardsTransport(Transport):
 
 
 def own_shards(
-    chunks: Sequence[PolicyModel], table: WeightTable, ranks: Sequence[Coordinate], hosts: Mapping[int, str], wire: str
+    chunks: Sequence[PolicyModel], table: WeightTable, ranks: Sequence[Coordinate], machines: Sequence[str], wire: str
 ) -> OwnShards:
     """Return how all trainer ranks store the model, and this rank's parameters, to send from shard to shard.
 
     Args:
         table: the tensors to send.
         ranks: coordinate of every trainer rank.
-        hosts: host name of every trainer rank.
+        machines: name of every trainer rank's machine (`machine_name`).
         wire: dtype in which tensors are sent, such as `bfloat16`.
     """
     tensors = tensors_of(table, wire)
@@ -59,8 +59,8 @@ def own_shards(
     seats: dict[str, int] = {}
     places = []
     for rank in range(len(ranks)):
-        places.append(GpuPlace(hosts[rank], seats.get(hosts[rank], 0)))
-        seats[hosts[rank]] = places[-1].gpu + 1
+        places.append(GpuPlace(machines[rank], seats.get(machines[rank], 0)))
+        seats[machines[rank]] = places[-1].gpu + 1
     with torch.no_grad():
         parameters = {f"{shard.chunk}/{shard.param}": param.detach() for shard, param in local_shards(chunks)}
     return OwnShards(

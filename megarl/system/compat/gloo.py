@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import functools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from megarl.system import tracing
-from megarl.system.errors import WorkerError
 
 #: Elements of a block that `reduce_scatter` receives and adds at once; two blocks fit into a core's cache.
 _BLOCK = 1 << 18
@@ -136,15 +134,15 @@ def all_gather(whole: torch.Tensor, part: torch.Tensor, *, group: Any, async_op:
     return None
 
 
-@contextlib.contextmanager
-def _located(what: str, group: Any) -> Iterator[None]:
+def _located(what: str, group: Any) -> contextlib.AbstractContextManager[None]:
     """Name this rank, the group's ranks and the phase in errors of gloo: another rank is gone, or too late."""
-    try:
-        yield
-    except RuntimeError as error:
+
+    def failed(phase: str) -> str:
         members = dist.get_process_group_ranks(group)
         ranks = ", ".join(map(str, members[:16]))
-        raise WorkerError(
-            f"rank {members[group.rank()]}: {what} {group.size()} ranks ({ranks}) failed in phase {tracing.current()}; "
-            f"the deadline is cluster.timeout_s: {error}"
-        ) from error
+        return (
+            f"rank {members[group.rank()]}: {what} {group.size()} ranks ({ranks}) failed in phase {phase}; the "
+            "deadline is cluster.timeout_s"
+        )
+
+    return tracing.located(RuntimeError, failed)

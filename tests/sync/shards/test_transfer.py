@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from megarl.sync.receiver import ShardMeeting, ShardUpdate, UpdateStep
 from megarl.sync.sender import SyncReport
+from megarl.sync.shards.exchange import RoundFailed, ServerCell, join
 from megarl.system.errors import ServerError
 from megarl.system.store import SharedStore
 from tests.dist import run_distributed, world
@@ -67,11 +69,12 @@ class SpoolReceiver:
 def be_a_server_rank(spool: str, per_machine: int) -> dict[str, list[float]]:
     """Take calls until the trainer is done; the parameters then, and whether none has moved.
 
-    `per_machine`: servers on each pretended machine, none of which is the trainer's.
+    `per_machine`: servers on each pretended machine, none of which is the trainer's; all have one host name.
     """
     server, rank = divmod(world().rank, RANKS)
-    socket.gethostname = lambda: f"machine {server // per_machine}"
     shards, model, calls = load_module("megarl_shards"), Model(rank), 0
+    shards.machine._BOOT_ID = boot = Path(spool) / f"{world().rank}.boot"
+    boot.write_text(f"boot {server // per_machine}\n")
     before = [parameter.data_ptr() for parameter in model.parameters()]
     write(Path(spool) / f"{world().rank}.up", None)
     while True:
@@ -124,7 +127,7 @@ def own_shards(rank: int, ranks: int, held: dict[str, torch.Tensor]):
     return OwnShards(parameters, [storages[number % 2] for number in range(ranks)], places, table, [*SHAPES.values()])
 
 
-def be_the_trainer(spool: str, servers: int, nbytes: int) -> list:
+def be_the_trainer(spool: str, servers: int, per_machine: int, nbytes: int) -> list:
     """Two versions to all servers, then a third to the first of them only."""
     from megarl.sync.shards.transfer import ShardTransfer
     from megarl.sync.transports.shards import planner
@@ -142,7 +145,11 @@ def be_the_trainer(spool: str, servers: int, nbytes: int) -> list:
         transfer.run(receivers[: 1 if version == 3 else servers], led, report, range(version - 1))
         found.append([report.failed, report.nbytes, report.verified])
         if version == 2:
-            old = [key for plan in transfer._plans.values() for key in plan.program_keys("run")]
+            machines = {machine for each in transfer._described.values() for machine in each.machines}
+            assert len(machines) == servers // per_machine
+            assert all(machine.startswith(f"{socket.gethostname()}-") for machine in machines)
+            old = [*transfer._written]
+            transfer.drop(receivers[-1].url)  # as after a failure
     ranks = [(server, rank) for server in range(servers) for rank in range(RANKS)]
     kinds = [(version, kind) for version in (1, 2) for kind in ("ready", "beat", "hashes", "done")]
     old += [f"run/{version}/{kind}/{server}/{rank}" for version, kind in kinds for server, rank in ranks]
@@ -179,7 +186,7 @@ def test_every_rank_of_every_server_gets_its_boxes(tmp_path, trainers, servers, 
     beside.start()
     for rank in range(servers * RANKS):  # ranks are started one group at a time
         wait_for(tmp_path / f"{rank}.up")
-    reports = run_distributed(be_the_trainer, trainers, 120, str(tmp_path), servers, nbytes)
+    reports = run_distributed(be_the_trainer, trainers, 120, str(tmp_path), servers, per_machine, nbytes)
     beside.join(120)
     assert all(failed == {} for report in reports for failed, *_ in report)
     parameters = len(list(Model(0).parameters()))  # all of each rank of the first server in the second and third update
@@ -194,9 +201,30 @@ def test_every_rank_of_every_server_gets_its_boxes(tmp_path, trainers, servers, 
         assert parameters == expected(3 if number < RANKS else 2, number % RANKS), number
 
 
+def test_a_rank_that_was_stopped_across_an_update_does_not_wait_for_deleted_keys():
+    shards, model = load_module("megarl_shards"), Model(0)
+    shards._DESCRIBED[model] = shards._Described([], [], [], [])
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    store.set("run/update", "2")
+    shards._STORES["127.0.0.1", 1] = store
+    header = {"store": ["127.0.0.1", 1], "prefix": "run", "server": 0, "rank": 0, "timeout_s": 60.0, "version": "1"}
+    header |= {"program": "p", "cell": 0, "group": ServerCell("cell", (0,), {0: 1}).to_json(), "backend": "gloo"}
+    with pytest.raises(shards.exchange.RoundFailed, match="the trainer has ended update 1 without this rank"):
+        shards.receive(model, [(json.dumps(header | {"hashed": False}), torch.empty(0))])
+
+
+def test_joining_a_group_ends_when_another_of_its_ranks_is_given_up():
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
+    looks = iter([None, "rank 1 is gone"])
+    start = time.monotonic()
+    with pytest.raises(RoundFailed, match="joining cell: rank 1 is gone"):
+        join(store, "cell", 2, 0, "gloo", 20.0, lambda: next(looks))
+    assert time.monotonic() - start < 10, "it must not wait for the deadline of 20 s"
+
+
 def test_receivers_that_do_not_answer_have_one_deadline_together(monkeypatch):
     from megarl.sync.shards import transfer
-    from megarl.sync.shards.exchange import ServerCell
 
     clock = [100.0]
     monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: clock[0]))

@@ -10,6 +10,7 @@ to them. Keys of the store begin with the name of the run (`prefix`):
     storage/S/R          how rank R of server S stores them, from this rank
     machine/S/R          name of the machine on which it runs, from this rank
     program/P/S/R        the rank's part of the transfer program named P, from the trainer
+    update               number of the trainer's current update, from the trainer
     V/ready/S/R          set when the rank is ready for the rounds of update V
     V/beat/S/R           heartbeat: counts up twice a second while the rank runs the rounds
     V/dead/C             why cell C was given up, from the first rank that did so
@@ -24,13 +25,13 @@ import datetime
 import io
 import json
 import math
-import socket
 import sys
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,7 @@ def _shared(name: str) -> Any:
     return module
 
 
-exchange, hashes = _shared("exchange"), _shared("hashes")
+exchange, hashes, machine = _shared("exchange"), _shared("hashes"), _shared("machine")
 
 _DIMS = 3  # dimensions of every tensor in the tables
 _COPY, _ZERO = 0, 1  # values of `BoxRule` in boxes.py
@@ -111,7 +112,7 @@ def describe(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     _ROUNDS.clear()  # rounds have views of parameters, which may have moved
     out = io.BytesIO()
     np.savez_compressed(out, **arrays)
-    store.set(f"{header['prefix']}/machine/{header['server']}/{header['rank']}", socket.gethostname())
+    store.set(f"{header['prefix']}/machine/{header['server']}/{header['rank']}", machine.machine_name())
     store.set(f"{header['prefix']}/storage/{header['server']}/{header['rank']}", out.getvalue())  # type: ignore[arg-type]  # str in torch's stub
 
 
@@ -265,24 +266,27 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     if described is None:
         raise exchange.RoundFailed("the server has not described its parameters to the trainer since it started")
     described.check(model)
+    dead = f"{prefix}/dead/{number}"
+    look = _looking(store, dead, header)
+    if (why := look(number)) is not None:  # this rank was stopped, and the trainer has deleted the update's keys
+        raise exchange.RoundFailed(why)
     # the key has the server's number, which may differ from its number in the last update with this program
     part = f"{header['prefix']}/program/{header['program']}/{server}/{rank}"
     if part not in _ROUNDS:
         _ROUNDS.clear()  # frees the buffers of the last program's rounds
         tables = _unpack(store.get(part))
         _ROUNDS[part] = exchange.rounds_of_receiver(tables, described.parameters, described.dtypes, (server, rank))
-    dead = f"{prefix}/dead/{number}"
     store.set(f"{prefix}/ready/{server}/{rank}", header["program"])
     with _beating(header, f"{prefix}/beat/{server}/{rank}"):
         try:
-            machine = _join(store, cell, header)
+            stripes = _join(store, cell, header, partial(look, number))
             failed = exchange.RoundRunner(
                 _ROUNDS[part],
                 sends=False,
-                look=_looking(store, dead),
+                look=look,
                 lost=lambda _, why: store.compare_set(dead, "", f"rank {rank} of server {server}: {why}"),
                 deadline_s=header["timeout_s"],
-                machine=machine,
+                machine=stripes,
             ).run({number: _GROUPS[cell.name]}, {number: cell}, {})
         except Exception as error:
             failed = {number: str(error).partition("\n")[0]}
@@ -303,11 +307,15 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         store.set(f"{prefix}/done/{server}/{rank}", header["program"])
 
 
-def _join(store: dist.Store, cell: Any, header: dict[str, Any]) -> Any:
+def _join(store: dist.Store, cell: Any, header: dict[str, Any], look: Callable[[], str | None]) -> Any:
     """Join the process group of a cell (trainer ranks and servers), and the group of ranks on this machine that
     exchange stripes (shares of what several of them need), unless this rank has joined them. Return the group of the
-    machine; None: this rank exchanges no stripes."""
-    server, rank, options = header["server"], header["rank"], (header["backend"], header["timeout_s"])
+    machine; None: this rank exchanges no stripes.
+
+    Args:
+        look: returns why this update was given up, or None.
+    """
+    server, rank, options = header["server"], header["rank"], (header["backend"], header["timeout_s"], look)
     if cell.name not in _GROUPS:
         _leave_groups()
         _GROUPS[cell.name] = exchange.join(store, cell.name, cell.size, cell.of_server(server, rank), *options)
@@ -342,9 +350,11 @@ def _leave_groups() -> None:
         exchange.abort(_GROUPS.popitem()[1])
 
 
-def _looking(store: dist.TCPStore, key: str) -> Callable[[int], str | None]:
-    """Return a function that returns why the trainer or another rank gave up this update, or None; the reason is the
-    value of `key` in the store.
+def _looking(store: dist.TCPStore, dead: str, header: dict[str, Any]) -> Callable[[int], str | None]:
+    """Return a function that returns why the trainer or another rank gave up this update, or None.
+
+    Args:
+        dead: key in the store, whose value is the reason. Later updates delete it.
 
     The function reads the store only a few times a second, because on a GPU it is called thousands of times a second.
     """
@@ -355,7 +365,9 @@ def _looking(store: dist.TCPStore, key: str) -> Callable[[int], str | None]:
         if time.monotonic() < following:
             return None
         following = time.monotonic() + _LOOK_S
-        return store.get(key).decode() if store.check([key]) else None
+        if int(store.get(f"{header['prefix']}/update")) != int(header["version"]):
+            return f"the trainer has ended update {header['version']} without this rank"
+        return store.get(dead).decode() if store.check([dead]) else None
 
     return look
 
