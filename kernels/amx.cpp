@@ -4,19 +4,17 @@
 // 32 x 16, whose rows come in pairs: number (2 p + h, c) is at [p][2 c + h]. Rows and columns that are multiples of 32 are
 // checked by the caller.
 
-#ifdef __AMX_BF16__
+#ifndef __AMX_BF16__
+#error "this compiler cannot use the processor's AMX: set CXX to the path of a newer one (GCC 11, Clang 12)"
+#else
 
-#include <immintrin.h>
-
-#include <algorithm>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
+
+#include "lanes.h"
 
 namespace {
 
-typedef uint16_t bf16;
 constexpr int64_t TILE = 512;  // numbers of a tile
 
 struct alignas(64) Shapes {
@@ -101,6 +99,7 @@ inline void multiply(const bf16* a0, const bf16* a1, const bf16* b0, const bf16*
 }
 
 constexpr int64_t TOKENS = 1024, COLUMNS = 640;  // of a block, whose tiles stay in a core's cache
+constexpr int64_t CACHED = 1 << 19;  // numbers in a block of tokens, whose tiles stay in a core's cache
 
 // sums [n, k] += grad[t, n]^T x[t, k] for a block of tokens and columns.
 void add_block(const bf16* grad, const bf16* x, float* sums, int64_t tokens, int64_t rows, int64_t columns, int64_t width) {
@@ -148,18 +147,49 @@ void add_block(const bf16* grad, const bf16* x, float* sums, int64_t tokens, int
 }
 
 inline void store_row(const float* sums, const bf16* bias, int64_t count, bf16* out) {
-    for (int64_t j = 0; j < count; j += 16) {
-        __m512 x = _mm512_load_ps(sums + j);
-        if (bias != nullptr) {
-            const __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(bias + j)));
-            x = _mm512_add_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)));
+    for (int64_t j = 0; j < count; j += W) store(out + j, bias ? load(sums + j) + load(bias + j) : load(sums + j));
+}
+
+// The tiles of up to `tokens` rows of x [tokens, width], two for each 32 rows; rows after the last are zeros.
+void pack_rows(const bf16* x, int64_t tokens, int64_t width, bf16* out) {
+    const int64_t steps = width / 32;
+#pragma omp parallel for schedule(static) if (tokens > 32)
+    for (int64_t t = 0; t < (tokens + 31) / 32 * 32; ++t)
+        for (int64_t k = 0; k < steps; ++k) {
+            bf16* to = out + (t / 16 * steps + k) * TILE + t % 16 * 32;
+            if (t < tokens)
+                std::memcpy(to, x + t * width + 32 * k, 64);
+            else
+                std::memset(to, 0, 64);
         }
-        const __m512i u = _mm512_castps_si512(x);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-        __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-        const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        rounded = _mm512_mask_blend_epi32(is_nan, rounded, _mm512_set1_epi32(0x7fc00000));
-        _mm256_storeu_si256((__m256i*)(out + j), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
+// out [tokens, rows] = x [tokens, width] weight^T + bias for a block of tokens, whose tiles are in `a`.
+void linear_block(const bf16* a, const bf16* packed, const bf16* bias, bf16* out, int64_t tokens, int64_t rows,
+                  int64_t width) {
+    const int64_t steps = width / 32;
+#pragma omp parallel
+    {
+        const Tiles tiles;
+        alignas(64) float sums[32 * 32];
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < rows; n += 32)
+            for (int64_t t = 0; t < tokens; t += 32) {
+                const bf16* b = packed + n * width;
+                const bf16* a0 = a + t * width;
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+                const char* ahead = (const char*)(b + 16 * TILE);  // a weight comes from memory: ask for it early
+                multiply(a0, a0 + steps * TILE, b, b + TILE, TILE, 2 * TILE, steps, ahead, t ? 0 : 4 * TILE);
+                _tile_stored(0, sums, 128);
+                _tile_stored(1, sums + 16, 128);
+                _tile_stored(2, sums + 16 * 32, 128);
+                _tile_stored(3, sums + 16 * 32 + 16, 128);
+                for (int64_t i = 0; i < std::min<int64_t>(32, tokens - t); ++i)
+                    store_row(sums + 32 * i, bias ? bias + n : nullptr, 32, out + (t + i) * rows + n);
+            }
     }
 }
 
@@ -191,40 +221,12 @@ void megarl_amx_pack(const void* weight, void* out, int64_t rows, int64_t width)
 // out [tokens, rows] = x [tokens, width] weight^T + bias.
 void megarl_amx_linear(const void* x, const void* packed, const void* bias, void* out, int64_t tokens, int64_t rows,
                        int64_t width) {
-    const int64_t steps = width / 32, pairs = (tokens + 31) / 32;
-    const Buffer a = buffer(2 * pairs * steps);
-    for (int64_t t = 0; t < 32 * pairs; ++t)
-        for (int64_t k = 0; k < steps; ++k) {
-            bf16* to = &a[(t / 16 * steps + k) * TILE + t % 16 * 32];
-            if (t < tokens)
-                std::memcpy(to, (const bf16*)x + t * width + 32 * k, 64);
-            else
-                std::memset(to, 0, 64);
-        }
-#pragma omp parallel
-    {
-        const Tiles tiles;
-        alignas(64) float sums[32 * 32];
-#pragma omp for schedule(static)
-        for (int64_t n = 0; n < rows; n += 32)
-            for (int64_t pair = 0; pair < pairs; ++pair) {
-                const bf16* b = (const bf16*)packed + n / 32 * steps * 2 * TILE;
-                const bf16* a0 = &a[2 * pair * steps * TILE];
-                _tile_zero(0);
-                _tile_zero(1);
-                _tile_zero(2);
-                _tile_zero(3);
-                const char* ahead = (const char*)(b + 16 * TILE);  // the weight is read once: ask for it early
-                multiply(a0, a0 + steps * TILE, b, b + TILE, TILE, 2 * TILE, steps, ahead, pair ? 0 : 4 * TILE);
-                _tile_stored(0, sums, 128);
-                _tile_stored(1, sums + 16, 128);
-                _tile_stored(2, sums + 16 * 32, 128);
-                _tile_stored(3, sums + 16 * 32 + 16, 128);
-                const int64_t count = std::min<int64_t>(32, tokens - 32 * pair);
-                for (int64_t i = 0; i < count; ++i)
-                    store_row(sums + 32 * i, bias ? (const bf16*)bias + n : nullptr, 32,
-                              (bf16*)out + (32 * pair + i) * rows + n);
-            }
+    const int64_t most = std::max<int64_t>(32, CACHED / width / 32 * 32);
+    const Buffer a = buffer((std::min(most, tokens) + 31) / 32 * 2 * (width / 32));
+    for (int64_t t = 0; t < tokens; t += most) {
+        const int64_t count = std::min(most, tokens - t);
+        pack_rows((const bf16*)x + t * width, count, width, a.get());
+        linear_block(a.get(), (const bf16*)packed, (const bf16*)bias, (bf16*)out + t * rows, count, rows, width);
     }
 }
 }

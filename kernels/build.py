@@ -44,7 +44,7 @@ def compiled(source: Path, check: Check) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"CPU kernels are not available, so generation and training are slower: {detail.strip()[:500]}",
+            f"{source.name} cannot be compiled, so generation and training are slower: {detail.strip()[:500]}",
             stacklevel=2,
         )
         return None

@@ -37,9 +37,14 @@ inline vf load(const bf16* p) {
 #endif
 }
 inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
-inline void store(bf16* p, vf x) {  // round to nearest even
-    vu u = (vu)x;
-    u = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+// The bits of the nearest bf16 numbers, ties to even; rounding must not carry a NaN with all bits set over to 0.
+inline vu bf16_bits(vf x) {
+    const vu u = (vu)x;
+    const vu nearest = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return x == x ? nearest : vu{} + 0x7fc0u;
+}
+inline void store(bf16* p, vf x) {
+    const vu u = bf16_bits(x);
 #ifdef __AVX512F__
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)u));
 #else

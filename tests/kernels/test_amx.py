@@ -16,6 +16,9 @@ from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAs
 
 pytestmark = pytest.mark.skipif(not amx._has_tiles() or shutil.which("g++") is None, reason="no AMX or no C++ compiler")
 
+#: A NaN with all bits set: adding to them to round carries over to 0.
+NAN = torch.tensor([-1], dtype=torch.int16).view(torch.bfloat16)
+
 
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
@@ -38,16 +41,20 @@ def test_products_agree_with_float64():
 
 
 def test_a_row_does_not_depend_on_other_rows():
-    packed, x = amx.load().pack(randn(64, 96)), randn(40, 96)
-    whole = packed.multiply(x)
-    for row in (0, 15, 16, 39):
-        assert torch.equal(packed.multiply(x[row : row + 1])[0], whole[row])
+    """Nor on the block of tokens that it is computed in: rows of 32,768 numbers come in blocks of 32."""
+    for rows, width in ((40, 96), (40, 1 << 15)):
+        packed, x = amx.load().pack(randn(64, width)), randn(rows, width)
+        whole = packed.multiply(x)
+        for row in (0, 15, 16, 39):
+            assert torch.equal(packed.multiply(x[row : row + 1])[0], whole[row])
 
 
 def test_a_nan_stays_in_its_row():
     x = randn(3, 32)
     x[1, 5] = torch.nan
-    assert amx.load().pack(randn(32, 32)).multiply(x).isnan().all(1).tolist() == [False, True, False]
+    packed = amx.load().pack(randn(32, 32))
+    assert packed.multiply(x).isnan().all(1).tolist() == [False, True, False]
+    assert packed.multiply(torch.zeros_like(x), NAN.expand(32).contiguous()).isnan().all()
 
 
 def test_torch_multiplies_afterwards():

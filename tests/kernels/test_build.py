@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.kernels import build, cpu, cpu_check, delta
+from megarl.kernels import amx, build, cpu, cpu_check, delta
 from megarl.kernels.build import compiled
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -24,13 +24,14 @@ PROCESSORS = {  # flags for the compiler, and what a CPU must have to run the co
     # What an Intel compiler flag chooses, with instructions that AMD's processors have too.
     "x86-64-v4 for Intel": ("-march=x86-64-v4 -mtune=sapphirerapids", AVX512),
     "native": ("-march=native", set()),
-    "sapphirerapids": ("-march=sapphirerapids", AVX512 | {"avx512_bf16", "avx512_fp16", "amx_tile"}),
+    "sapphirerapids": ("-march=sapphirerapids", AVX512 | {"avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"}),
     "znver4": ("-march=znver4", AVX512 | {"avx512_bf16", "avx512_vbmi2", "avx512_vpopcntdq"}),
 }
 HEADS = (80,)  # of all head sizes: the others differ in a loop's length, and take most of a minute to compile
 FILES = {
     "cpu": (cpu._SOURCE, lambda library: cpu_check.check(library, HEADS)),
     "delta": (delta._SOURCE, delta.check),
+    "amx": (amx._SOURCE, amx.check),
 }
 
 
@@ -39,7 +40,7 @@ _KEPT = {("cpu", "x86-64-v3"), ("delta", "x86-64-v3"), ("delta", "x86-64-v4 for 
 CASES = [
     pytest.param(name, processor, level, marks=[pytest.mark.campaign("kernels")] if is_repeated else [])
     for name in FILES
-    for processor in PROCESSORS
+    for processor in (PROCESSORS if name != "amx" else ("native", "sapphirerapids"))
     for level, is_repeated in (("-O1", True), ("-O3", (name, processor) not in _KEPT))
 ]
 
@@ -51,6 +52,8 @@ def test_a_kernel_file_compiled_for_a_processor(name, processor, level, tmp_path
     missing = needed - set(Path("/proc/cpuinfo").read_text().split())
     if missing:
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+    if name == "amx" and not amx._has_tiles():
+        pytest.skip("this CPU has no AMX")
     sizes = "-DSIZES=" + " ".join(f"CASE({size // 16})" for size in HEADS)
     target = tmp_path / "kernels.so"
     try:
@@ -129,6 +132,13 @@ def test_a_broken_compiler_means_torch_and_one_warning(cache, monkeypatch):
     with pytest.warns(UserWarning, match="no-such-flag"):
         assert cpu.load.__wrapped__() is None
     assert not list(cache.iterdir())
+
+
+def test_a_compiler_without_amx_is_named(cache, monkeypatch):
+    monkeypatch.setattr(amx, "_has_tiles", lambda: True)
+    monkeypatch.setattr(build, "FLAGS", ["-std=c++17", "-march=x86-64-v3"])
+    with pytest.warns(UserWarning, match=r"amx\.cpp cannot be compiled.*this compiler cannot use the processor's AMX"):
+        assert amx.load.__wrapped__() is None
 
 
 def test_checks_take_well_under_a_second_and_change_nothing():
