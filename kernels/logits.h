@@ -92,8 +92,8 @@ void gradients(const T* logits, const int64_t* targets, const float* log_z, cons
         const float slope = grad_entropy && entropy ? grad_entropy[i] : 0.0f, mean = entropy ? entropy[i] : 0.0f;
         const auto gradient = [&](int64_t j) {
             const vf logp = logits_at(row, j, v, 0.0f) - log_z[i];
-            const vf p = logp < -87.0f ? vf{} : vexp(logp);
-            return p * -v.inverse_temperature * (up + slope * (logp + mean));
+            const vf change = vexp(logp) * -v.inverse_temperature * (up + slope * (logp + mean));
+            return logp < -87.0f ? vf{} : change;  // 0, not 0 times infinity, for a logit of -infinity
         };
         int64_t j = 0;
         for (; j + W <= v.columns; j += W) store(to + j, gradient(j));

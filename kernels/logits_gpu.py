@@ -126,7 +126,7 @@ def _statistics(  # type: ignore[no-untyped-def]  # no type hints: Triton reads 
         exp = tl.exp(x)
         if ENTROPY:
             weighted = factor * (weighted + total * tl.where(first, 0.0, peak - new))
-            weighted += tl.sum(tl.where(inside, exp * x, 0.0), 0)
+            weighted += tl.sum(tl.where(exp == 0, 0.0, exp * x), 0)  # not 0 times -inf
         total = total * factor + tl.sum(exp, 0)
         peak = new
     target = tl.load(targets + row) - start
@@ -167,7 +167,8 @@ def _gradients(  # type: ignore[no-untyped-def]  # no type hints: Triton reads a
         upstream += (logp + tl.load(entropy + row)) * tl.load(grad_entropy + row)
     if OF_LOGP:
         upstream += tl.load(grad_logp + row)
-    grad = -tl.exp(logp) * upstream
+    p = tl.exp(logp)
+    grad = tl.where(p == 0, 0.0, -p * upstream)  # not 0 times infinity for a logit of -inf
     if OF_LOGP:
         grad += tl.where(column == tl.load(targets + row) - start, tl.load(grad_logp + row), 0.0)
     tl.store(out + place, (grad * inverse_temperature).to(out.dtype.element_ty), mask=inside)

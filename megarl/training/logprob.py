@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 _CACHED = 1 << 18  # how many logits a CPU processes at a time, so that their float32 copies stay in its cache
+_LEAST = -1e4  # exp of it is 0; 0 times a logit of -inf, of a token that is ruled out, would be NaN
 _ALIGNED = 16  # columns of a block are a multiple of this, so that rows begin at multiples of 32 bytes
 
 
@@ -258,7 +259,7 @@ def _reduce_rows(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: T
     torch.amax(logits, 1, out=out[0])
     logits -= out[0][:, None]
     if shard.entropy:
-        exp = logits.exp()
+        exp = logits.clamp_(min=_LEAST).exp()
         torch.sum(exp, 1, out=out[1])
         torch.sum(exp.mul_(logits), 1, out=out[2])
     else:
@@ -321,7 +322,7 @@ def _row_gradients(logits: Tensor, rows: LogprobRows, shard: VocabularyShard, ke
     logp = _scaled(logits, shard, keep).sub_(rows.log_z[:, None])
     grad_logp, grad = rows.grad_logp, logp.exp()
     if rows.grad_entropy is not None and rows.entropy is not None:
-        logp.add_(rows.entropy[:, None]).mul_(rows.grad_entropy[:, None])
+        logp.clamp_(min=_LEAST).add_(rows.entropy[:, None]).mul_(rows.grad_entropy[:, None])
         if grad_logp is not None:
             logp.add_(grad_logp[:, None])
         grad.mul_(logp)

@@ -71,6 +71,26 @@ def signs(logp, entropy):
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (2e-5, 2e-2)}
 
 
+def test_a_token_that_is_ruled_out_adds_nothing():
+    """A logit of -inf has probability 0, no part in the entropy, and no gradient; NaN is not hidden."""
+    logits, targets = inputs(3, 33)[0] @ inputs(3, 33)[1].t(), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    logits, ones, place = logits.detach(), torch.ones(3, device=DEVICE), {"start": 0, "inverse_temperature": 1.0}
+    logits[:, [5, 32]] = -torch.inf
+    possible, results = ~logits[0].isinf(), []
+    for some in (logits, logits[:, possible].contiguous()):
+        stats = torch.empty(4, 3, device=DEVICE)
+        logits_gpu.statistics(some, targets, stats, **place, entropy=True)
+        log_z, entropy = stats[0] + stats[1].log(), stats[1].log() - stats[2] / stats[1]
+        slope = logits_gpu.gradients(some, targets, log_z, entropy, ones, ones, torch.float32, **place)
+        results.append((stats, slope))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1][:, possible], results[1][1])
+    assert (results[0][1][:, ~possible] == 0).all()
+    logits[0, 0] = torch.nan
+    slope = logits_gpu.gradients(logits, targets, log_z, entropy, ones, ones, torch.float32, **place)
+    assert slope[0, 0].isnan()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
     ("tokens", "columns", "temperature", "chunk"),

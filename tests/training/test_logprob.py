@@ -5,7 +5,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.training import logprob
-from megarl.training.logprob import linear_logprob
+from megarl.training.logprob import (
+    LogprobRows,
+    VocabularyShard,
+    capped_gradient,
+    combine_shards,
+    linear_logprob,
+    reduce_logits,
+)
 from tests.dist import run_distributed, world
 
 N, H, V = 37, 16, 53
@@ -68,6 +75,25 @@ def test_gradcheck(chunk):
     torch.autograd.gradcheck(
         lambda h, w: linear_logprob(h, w, targets, temperature=1.3, chunk_tokens=chunk), (hidden, weight)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # compiled kernels, and torch operations
+def test_a_token_that_is_ruled_out_adds_nothing(dtype):
+    """A logit of -inf has probability 0, no part in the entropy, and no gradient."""
+    logits, targets = torch.randn(3, V, generator=torch.Generator().manual_seed(1)).to(dtype), torch.zeros(3).long()
+    logits[:, [5, 20, V - 1]] = -torch.inf
+    possible, ones, results = ~logits[0].isinf(), torch.ones(3, dtype=dtype), []
+    shard = VocabularyShard(0, 0.7, 3, None, entropy=True)
+    for some in (logits, logits[:, possible].contiguous()):
+        stats = torch.empty(4, 3, dtype=dtype)
+        reduce_logits(some, targets, shard, stats, True)
+        logp, log_z, entropy = combine_shards(stats, shard)
+        rows = LogprobRows(logits, targets, log_z, entropy, ones, ones)
+        results.append((logp, entropy, capped_gradient(some, rows, shard, True, dtype)))
+    (*values, gradient), (*expected, gradient_of_possible) = results
+    torch.testing.assert_close(values, expected)
+    torch.testing.assert_close(gradient[:, possible], gradient_of_possible)
+    assert (gradient[:, ~possible] == 0).all()
 
 
 def test_float32_reductions_of_large_logits():
