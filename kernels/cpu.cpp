@@ -249,8 +249,8 @@ int megarl_attend(int is_bf16, const void* qkv, const float* norm, const void* c
 
 // x: q, k, v, out, dout, dq, dk, dv; forward (writes out and lse) when dout is null, backward (reads them) otherwise.
 int megarl_stream(int is_bf16, void* const* x, float* lse, const int64_t* starts, const int64_t* parents, int64_t nodes,
-                  int64_t groups, int64_t heads, int64_t head_dim, float scale) {
-    const Stream s{starts, parents, nodes, groups, heads, scale};
+                  int64_t groups, int64_t heads, int64_t head_dim, int64_t threads, float scale) {
+    const Stream s{starts, parents, nodes, groups, heads, threads, scale};
     return is_bf16 ? stream<bf16>(x, lse, head_dim, s) : stream<float>(x, lse, head_dim, s);
 }
 

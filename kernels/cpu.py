@@ -53,7 +53,7 @@ class CpuKernels:
         self._statistics, self._gradients = library.megarl_statistics, library.megarl_gradients
         self._draw = library.megarl_draw
         self._attend.argtypes = [_B, *[_P] * 9, *[_I] * 7, _F, _F]
-        self._stream.argtypes = [_B, *[_P] * 4, *[_I] * 4, _F]
+        self._stream.argtypes = [_B, *[_P] * 4, *[_I] * 5, _F]
         self._add_norm.argtypes = [_B, *[_P] * 4, _I, _I, _F]
         self._norm_backward.argtypes = [_B, *[_P] * 5, _I, _I, _I, _F]
         self._silu_mul.argtypes = [_B, _P, _P, _I, _I]
@@ -267,7 +267,7 @@ class CpuKernels:
         assert k is not None
         table = (ctypes.c_void_p * len(tensors))(*_pointers(*tensors))
         groups = k.shape[1]
-        sizes = (len(starts) - 1, groups, q.shape[1] // groups, q.shape[2])
+        sizes = (len(starts) - 1, groups, q.shape[1] // groups, q.shape[2], torch.get_num_threads())
         failed = self._stream(q.dtype == torch.bfloat16, table, *_pointers(lse, starts, parents), *sizes, scale)
         assert not failed, "callers check supports()"
 

@@ -14,7 +14,7 @@ namespace {
 // heads], log of the sum of exp of a query's scores. Nodes lie depth first; without parents each node is a sequence.
 struct Stream {
     const int64_t *starts, *parents;  // [nodes + 1] and [nodes]; parents: -1 for a root; may be null
-    int64_t nodes, groups, heads;
+    int64_t nodes, groups, heads, threads;
     float scale;
 
     int64_t length(int64_t node) const { return starts[node + 1] - starts[node]; }
@@ -144,19 +144,35 @@ struct Tensors {
     T *dq, *dk, *dv;
 };
 
-// One key head's part of one tree: the keys and values of the path to the current node, and their gradients so far.
+// Query heads of a key head are divided into parts where trees and key heads are fewer than threads. Each part adds up
+// its own gradients of keys and values, whose sum over the parts, in order, is written to dk and dv at the end.
+struct Parts {
+    int64_t count, rows, width;  // rows of `width` numbers: those of dk
+    std::vector<float> dk, dv;   // [count, rows, width]; empty with a single part, which writes to the tensors
+
+    Parts(const Stream& s, int64_t tasks, int64_t head_dim, bool backward)
+        : count(std::clamp<int64_t>((s.threads + tasks - 1) / tasks, 1, s.heads)), rows(s.starts[s.nodes] * s.groups),
+          width(head_dim) {
+        if (count == 1 || !backward) return;
+        for (auto* sums : {&dk, &dv}) sums->resize(count * rows * width);
+    }
+};
+
+// One part of one key head's queries in one tree: the keys and values of the path to the current node, and their
+// gradients so far.
 template <typename T, int ND>
 struct TreeAttention {
     static constexpr int D = ND * W;
     const Stream& s;
     const Paths& paths;
     const Tensors<T>& x;
+    Parts& parts;
     const int64_t stride, all;
     std::vector<float> keys, values, key_columns, value_columns, dkeys, dvalues, scores, slopes;
-    int64_t group = 0;
+    int64_t group = 0, part = 0, first_head = 0, heads = 0;
 
-    TreeAttention(const Stream& s, const Paths& paths, const Tensors<T>& x)
-        : s(s), paths(paths), x(x), stride(up16(paths.longest)), all(s.groups * s.heads) {
+    TreeAttention(const Stream& s, const Paths& paths, const Tensors<T>& x, Parts& parts)
+        : s(s), paths(paths), x(x), parts(parts), stride(up16(paths.longest)), all(s.groups * s.heads) {
         for (auto* rows : {&values, &keys}) rows->resize(paths.longest * D);
         key_columns.resize(D * stride);
         scores.resize(ROWS<ND> * stride);
@@ -166,8 +182,10 @@ struct TreeAttention {
         slopes.resize(ROWS<ND> * stride);
     }
 
-    void run(int64_t first_node, int64_t last_node, int64_t of_group) {
-        group = of_group;
+    void run(int64_t first_node, int64_t last_node, int64_t of_group, int64_t of_part) {
+        group = of_group, part = of_part;
+        first_head = s.heads * part / parts.count;
+        heads = s.heads * (part + 1) / parts.count - first_head;
         std::vector<int64_t> open;  // nodes of the current path
         for (int64_t node = first_node; node < last_node; ++node) {
             const int64_t before = paths.before[node], count = s.length(node);
@@ -183,8 +201,8 @@ struct TreeAttention {
                 std::fill_n(&dvalues[before * D], count * D, 0.0f);
             }
             int64_t row = 0;
-            for (; row + ROWS<ND> <= count * s.heads; row += ROWS<ND>) block<ROWS<ND>>(node, row);
-            for (; row < count * s.heads; ++row) block<1>(node, row);
+            for (; row + ROWS<ND> <= count * heads; row += ROWS<ND>) block<ROWS<ND>>(node, row);
+            for (; row < count * heads; ++row) block<1>(node, row);
         }
         while (!open.empty()) close(open);
     }
@@ -195,18 +213,24 @@ struct TreeAttention {
         open.pop_back();
         if (x.dout == nullptr) return;
         const int64_t place = (s.starts[node] * s.groups + group) * D;
-        scatter<T, ND>(&dkeys[before * D], s.length(node), s.groups, 1.0f, x.dk + place);
-        scatter<T, ND>(&dvalues[before * D], s.length(node), s.groups, 1.0f, x.dv + place);
+        const auto write = [&](auto* dk, auto* dv) {
+            scatter<std::remove_pointer_t<decltype(dk)>, ND>(&dkeys[before * D], s.length(node), s.groups, 1.0f, dk + place);
+            scatter<std::remove_pointer_t<decltype(dv)>, ND>(&dvalues[before * D], s.length(node), s.groups, 1.0f, dv + place);
+        };
+        if (parts.count == 1)
+            write(x.dk, x.dv);
+        else
+            write(&parts.dk[part * parts.rows * D], &parts.dv[part * parts.rows * D]);
     }
 
-    // R queries of a node, counted over its tokens and the heads of this group.
+    // R queries of a node, counted over its tokens and the heads of this part.
     template <int R>
     void block(int64_t node, int64_t row) {
         int64_t places[R], counts[R];
         float queries[R * D];
         for (int r = 0; r < R; ++r) {
-            const int64_t token = (row + r) / s.heads;
-            places[r] = (s.starts[node] + token) * all + group * s.heads + (row + r) % s.heads;
+            const int64_t token = (row + r) / heads;
+            places[r] = (s.starts[node] + token) * all + group * s.heads + first_head + (row + r) % heads;
             counts[r] = paths.before[node] + token + 1;
             gather<T, ND>(x.q + places[r] * D, 1, 1, s.scale, queries + r * D);
         }
@@ -256,14 +280,29 @@ struct TreeAttention {
 template <typename T, int ND>
 void stream_rows(const Tensors<T>& x, const Stream& s) {
     const Paths paths(s);
-    const int64_t trees = paths.trees.size() - 1;
+    const int64_t tasks = (paths.trees.size() - 1) * s.groups, D = ND * W;
+    Parts parts(s, tasks, D, x.dout != nullptr);
 #pragma omp parallel
     {
-        TreeAttention<T, ND> attention(s, paths, x);
+        TreeAttention<T, ND> attention(s, paths, x, parts);
 #pragma omp for schedule(static)
-        for (int64_t task = 0; task < trees * s.groups; ++task) {
-            const int64_t tree = task / s.groups;
-            attention.run(paths.trees[tree], paths.trees[tree + 1], task % s.groups);
+        for (int64_t task = 0; task < tasks * parts.count; ++task) {
+            const int64_t part = task % parts.count, group = task / parts.count % s.groups;
+            const int64_t tree = task / parts.count / s.groups;
+            attention.run(paths.trees[tree], paths.trees[tree + 1], group, part);
+        }
+        if (!parts.dk.empty()) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < parts.rows; ++row)
+                for (int64_t d = row * D; d < (row + 1) * D; d += W) {
+                    vf dk = {}, dv = {};
+                    for (int64_t part = 0; part < parts.count; ++part) {
+                        dk += load(&parts.dk[part * parts.rows * D + d]);
+                        dv += load(&parts.dv[part * parts.rows * D + d]);
+                    }
+                    store(x.dk + d, dk);
+                    store(x.dv + d, dv);
+                }
         }
     }
 }

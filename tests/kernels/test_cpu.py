@@ -116,7 +116,10 @@ def test_attend(kernels, dtype, size, heads, window, normed):
 def test_a_nan_is_not_hidden(kernels):
     x = torch.full((1, 32), float("nan"))
     assert kernels.silu_mul(x).isnan().all()
-    assert kernels.add_norm(x.bfloat16(), None, torch.ones(32, dtype=torch.bfloat16), 1e-6).isnan().all()
+    ones = torch.ones(1, 32, dtype=torch.bfloat16)
+    assert kernels.add_norm(x.bfloat16(), None, ones[0], 1e-6).isnan().all()
+    every_bit = torch.full((1, 32), -1, dtype=torch.int16).view(torch.bfloat16)
+    assert kernels.add_norm(ones.clone(), every_bit, ones[0], 1e-6).isnan().all()
 
 
 def test_sizes_that_fit():
@@ -196,3 +199,21 @@ def test_a_tree_of_shared_prefixes_gives_the_bits_of_whole_sequences(kernels, dt
         alone = kernels.stream_forward(q[here], k[here], v[here], torch.tensor([0, len(here)]), None, 0.2)
         assert torch.equal(alone[0], out[here])
         assert torch.equal(alone[1], sums[here])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_the_heads_of_a_single_tree(kernels, dtype, monkeypatch):
+    """Outputs keep their bits; gradients of keys and values are sums over the threads' heads, in another order."""
+    starts, parents, of_thread = torch.tensor([0, 20, 37]), torch.tensor([-1, 0]), []
+    q, k, v, up = (randn(37, heads, 32, dtype=dtype, seed=heads) for heads in (5, 1, 1, 5))
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        out, sums = kernels.stream_forward(q, k, v, starts, parents, 0.2)
+        slopes = kernels.stream_backward((q, k, v), out, sums, up, starts, parents, 0.2)
+        of_thread.append((out, sums, *slopes))
+    for name, alone, shared in zip(("out", "sums", "dq", "dk", "dv"), *of_thread, strict=True):
+        if name in ("dk", "dv"):
+            torch.testing.assert_close(shared, alone, **TOLERANCE[dtype])
+        else:
+            assert torch.equal(shared, alone)
+    assert dtype != torch.float32 or not torch.equal(of_thread[0][3], of_thread[1][3]), "one thread had all heads"
