@@ -447,7 +447,9 @@ def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job:
     packed = not gpu and size <= PACK_LIMIT_BYTES and sampling.max_new_tokens >= PACK_STEPS
     if not packed and config.rollout_dtype == config.model.dtype:
         return []
-    embedding = facts.vocab / team.parallel.tp * facts.hidden * BYTES[config.rollout_dtype]
+    embedding = 0.0
+    if not facts.tied and team.parallel.pp == 1:  # only the head is copied, which a tied model and a last stage have
+        embedding = facts.vocab / team.parallel.tp * facts.hidden * BYTES[config.rollout_dtype]
     return [term("weights as generation reads them", size - embedding, "rollout.dtype, the model's size", rough=True)]
 
 
