@@ -25,23 +25,22 @@ def test_tf32_and_unknown_devices():
     assert known_peak("Some Chip", "bf16") is None
 
 
-def test_cpu_peak_is_measured_once_and_remembered(tmp_path, monkeypatch):
+def test_cpu_peak_is_the_fastest_of_five_measurements(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("megarl.system.device.has_cuda", lambda: False)
-    first = peak_flops("fp32")
-    assert 1e8 < first < 1e15
-    monkeypatch.setattr("megarl.tracking.perf.measure_peak", lambda dtype: 1.0)
-    assert peak_flops("fp32") == first
-    assert peak_flops("bf16") == 1.0
-    assert peak_flops("bf16", stated_tflops=2.5) == 2.5e12
+    rates = iter([2.0, 5.0, 1.0, 1.0, 1.0, 7.0])
+    monkeypatch.setattr("megarl.tracking.perf.measure_peak", lambda dtype: next(rates))
+    assert [peak_flops("fp32") for _ in range(6)] == [2.0, *[5.0] * 5], "slowed by other programs at first"
+    assert peak_flops("fp32", stated_tflops=2.5) == 2.5e12
+    assert peak_flops("bf16") == 7.0, "of another dtype"
 
 
 def test_a_peak_that_a_step_exceeds_is_measured_again_and_the_largest_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("megarl.system.device.has_cuda", lambda: False)
-    rates = iter([2.0, 5.0, 1.0])
+    rates = iter([2.0] * 5 + [5.0, 1.0])
     monkeypatch.setattr("megarl.tracking.perf.measure_peak", lambda dtype: next(rates))
-    assert peak_flops("fp32") == 2.0, "on a busy machine"
+    assert [peak_flops("fp32") for _ in range(5)] == [2.0] * 5
     assert remeasured_peak(2.0, "fp32", stated_tflops=1.0) == 2.0
     assert remeasured_peak(2.0, "fp32") == 5.0
     assert remeasured_peak(5.0, "fp32") == 5.0, "busy again"
