@@ -388,7 +388,8 @@ class ModelPass:
             groups.append((expert, max(1, self.devices // (experts * parallel.pp)), experts))
         parts = [(numbers * each * (size - 1) / size, size, stride) for numbers, size, stride in groups]
         sent = sum(part for part, _, _ in parts)
-        sums = not engine.distributed_optimizer
+        # CPUs scatter and gather them at the rate of sums (system/compat/gloo.py), but not in the background.
+        sums = not engine.distributed_optimizer or not engine.overlap_grad_reduce
         seconds = sum(self._links.ring(part, size, stride, steps=2, sums=sums) for part, size, stride in parts)
         what = "reduction of gradients"
         if engine.overlap_grad_reduce and seconds:

@@ -80,9 +80,12 @@ def test_what_no_formula_knows_is_skipped_with_the_reason(recipe, overrides, why
 
 def test_a_processor_without_bf16_products_is_slow_in_bf16(monkeypatch):
     rates = {}
-    for name, flags in {"new": {"avx512f", "avx512_bf16"}, "old": {"avx2"}, "unknown": set()}.items():
+    amx, new = {"avx512f", "avx512_bf16", "amx_bf16"}, {"avx512f", "avx512_bf16"}
+    for name, flags in {"amx": amx, "new": new, "old": {"avx2"}, "unknown": set()}.items():
         monkeypatch.setattr("megarl.system.machine.processor_flags", lambda *_, flags=flags: frozenset(flags))
         rates[name] = hardware.typical_cpu(2, cores=2)
+    assert rates["amx"].bf16_tflops > 3 * rates["new"].bf16_tflops
+    assert rates["amx"].fp32_tflops == rates["new"].fp32_tflops
     assert rates["new"].bf16_tflops > rates["new"].fp32_tflops > rates["old"].fp32_tflops
     assert rates["old"].bf16_tflops < rates["old"].fp32_tflops
     assert rates["unknown"].fp32_tflops > 0

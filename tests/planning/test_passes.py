@@ -193,13 +193,14 @@ def test_context_parallel_ranks_gather_keys_and_values():
 
 
 def test_gathers_and_scatters_have_a_share_of_the_rate_of_sums():
-    """L1, with TP's sums (T4), SP's and CP's gathers (T4, T5), and gradients that are scattered or summed (T9)."""
+    """L1, with TP's sums (T4), SP's and CP's gathers (T4, T5), and gradients with and without overlap (T9)."""
     given = replace(IDEAL, scatter_share=0.5)
     for formula, slower, layout, engine in (
         ("T4", 1, {"tp": 2}, {}),
         ("T4", 2, {"tp": 2, "sp": True}, {}),
         ("T5", 2, {"cp": 2}, {}),
-        ("T9", 2, {}, {}),
+        ("T9", 1, {}, {}),
+        ("T9", 2, {}, {"overlap_grad_reduce": True}),
         ("T9", 1, {}, {"distributed_optimizer": False}),
     ):
         both = [part(model(given=one, engine=engine, **layout).update(SHARE, 1, 1), formula) for one in (IDEAL, given)]
