@@ -150,12 +150,12 @@ def test_the_reference_gives_the_same_statistics_and_gradients():
     targets = torch.tensor([10, 60, 109, 110, 500], device=DEVICE)  # the shard has 10 to 109
     shard = logprob.VocabularyShard(10, 1 / 0.7, 1024, None, True)
     out = torch.empty(4, 5, device=DEVICE)
-    logprob._reduce(logits, targets, shard, out, True)
-    _, log_z, entropy = logprob._combine(out, shard)
-    rows = logprob._Rows(logits, targets, log_z, entropy, torch.ones(5, device=DEVICE), -log_z)
+    logprob.reduce_logits(logits, targets, shard, out, True)
+    _, log_z, entropy = logprob.combine_shards(out, shard)
+    rows = logprob.LogprobRows(logits, targets, log_z, entropy, torch.ones(5, device=DEVICE), -log_z)
     found = out.clone(), logprob._grad_logits(logits, rows, shard, True, torch.float32)
     logprob._kernels = lambda logits: None  # as_on_a_gpu restores it
-    logprob._reduce(logits, targets, shard, out, True)
+    logprob.reduce_logits(logits, targets, shard, out, True)
     expected = out, logprob._grad_logits(logits, rows, shard, True, torch.float32)
     # Exponentials of a GPU differ by some units in the last place: one of 500 numbers was 1e-5 off on an H200.
     for one, other in zip(found, expected, strict=True):
@@ -179,7 +179,7 @@ def test_bad_numbers_stay_bad(bad, column):
     out, target = torch.empty(4, 1, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     given = {"start": 0, "inverse_temperature": 1.0, "entropy": True, "launch": (16, 1)}
     logits_gpu.statistics(logits, target, out, **given)
-    logp, _, entropy = logprob._combine(out, logprob.VocabularyShard(0, 1.0, 1024, None, True))
+    logp, _, entropy = logprob.combine_shards(out, logprob.VocabularyShard(0, 1.0, 1024, None, True))
     assert logp.isnan().all()
     assert entropy.isnan().all()
 
