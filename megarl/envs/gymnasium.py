@@ -142,12 +142,13 @@ def _make(settings: GymnasiumSettings) -> Any:
             fix="correct env.id or env.kwargs, or install the package that registers it",
         ) from error
     if settings.observation == "render":
+        chosen = "ansi" in game.metadata.get("render_modes", ())  # only another mode in `env.kwargs` prevents this one
         raise ConfigError(
-            "this environment cannot be drawn as text",
+            "this environment draws no text",
             where="env.observation",
             found="render",
-            allowed="value, or an environment with the render mode ansi",
-            fix="set env.observation=value",
+            allowed="auto, value, or an environment with the render mode ansi",
+            fix=f"set env.observation=value{', or remove render_mode from env.kwargs' if chosen else ''}",
         )
     return game
 
@@ -164,7 +165,7 @@ def _check_space(space: Any) -> None:
             where="env.id",
             found=str(space),
             allowed="Discrete, Box, MultiDiscrete, MultiBinary, Text, and Tuple and Dict of them",
-            fix="wrap the environment in a class with reset and step",
+            fix="wrap the environment in a class derived from megarl.envs.Environment, and name it in env.name",
         )
 
 

@@ -135,8 +135,8 @@ class Host:
         if not self._looping.is_alive():
             raise HostError(
                 f"env.name: the thread of the environment {self._kind.__qualname__} has ended, so nothing replies\n  "
-                "found:   a coroutine or method that raised KeyboardInterrupt or stopped the event loop\n  fix:     "
-                "raise an Exception instead"
+                "found:   a coroutine or method that raised KeyboardInterrupt or SystemExit, or stopped the event "
+                "loop\n  fix:     raise an Exception instead"
             )
         if self._asked_at is None:
             self._asked_at = time.monotonic()
@@ -354,7 +354,7 @@ def _reply_of(value: Any) -> Reply:
     else:
         observation = _plain_observation(observation)
     if not done and not observation:
-        raise _Refused("the environment returned no observation, and the episode is not done")
+        raise _Refused("the environment returned no observation or an empty one, but the episode is not done")
     return Reply(observation, float(reward), bool(done), numbers)
 
 

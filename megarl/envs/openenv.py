@@ -56,7 +56,7 @@ class OpenEnvSettings(AnswerSettings):
     @classmethod
     def _has_scheme(cls, url: str) -> str:
         if not url.startswith(("http://", "https://")):
-            raise ValueError("env.url must begin with http:// or https://")
+            raise ValueError("a url must begin with http:// or https://")
         return url.rstrip("/")
 
 
@@ -163,10 +163,13 @@ class OpenEnv(Environment):
                 return reply
             if reply["data"].get("code") != _FULL:
                 raise EpisodeFailure(f"the server at {self.settings.url} cannot reset: {reply['data'].get('message')}")
-            if self._ended or asyncio.get_running_loop().time() > last:
+            if self._ended:
+                raise EpisodeFailure("the run has ended the episode")
+            if asyncio.get_running_loop().time() > last:
                 raise EpisodeFailure(
-                    f"the server at {self.settings.url} has no room: the episodes of all replicas (env.max_running "
-                    "each) are more than its max_concurrent_envs"
+                    f"the server at {self.settings.url} had no room within {_FULL_FOR * self.settings.timeout_s:g} s: "
+                    "its max_concurrent_envs must be at least env.max_running times the number of replicas, plus the "
+                    "episodes of its other clients"
                 )
             self.is_waiting = True  # until other episodes end
             await self._socket.close()
@@ -180,8 +183,10 @@ class OpenEnv(Environment):
             with contextlib.suppress(ConnectionError):  # a server without room closes; its message can still be read
                 await self._socket.send_json({"type": kind, "data": data})
             message = await self._socket.receive()
-        if message.type != aiohttp.WSMsgType.TEXT:
+        if message.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED):
             raise EpisodeFailure(f"the server at {self.settings.url} has closed the connection")
+        if message.type != aiohttp.WSMsgType.TEXT:  # bytes, or an error such as a message that is too large
+            raise EpisodeFailure(f"the server at {self.settings.url} sent no readable text: {message.data!r:.200}")
         reply = json.loads(message.data)
         if not (isinstance(reply, dict) and isinstance(reply.get("data"), dict) and "type" in reply):
             raise EpisodeFailure(f"the server at {self.settings.url} sent {message.data[:200]!r}, which is no reply")
@@ -206,9 +211,10 @@ class OpenEnv(Environment):
             whole = {name: value for name, value in fields.items() if name != "metadata"} if fields else fields
             return json.dumps(whole)
         if not isinstance(fields, dict) or self.settings.observation not in fields:
+            names = ", ".join(fields) if isinstance(fields, dict) else ""
             raise EpisodeFailure(
                 f"the observation has no field {self.settings.observation!r} (env.observation); it has "
-                f"{', '.join(fields or {})}"
+                f"{names or 'no fields'}"
             )
         value = fields[self.settings.observation]
         return value if isinstance(value, str) else json.dumps(value)

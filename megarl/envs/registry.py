@@ -118,7 +118,7 @@ def check_plays_policies(kind: type[Environment], policies: Collection[str]) -> 
             where="env.name",
             found=f"policies {', '.join(policies)}",
             allowed="agent, or a class derived from megarl.envs.SeveralPolicies",
-            fix="derive the class from megarl.envs.SeveralPolicies, or set policies='!replace {}'",
+            fix="set env.name to an environment of this kind, or set policies='!replace {}'",
         )
     if not policies and kind.needs_policies:
         raise ConfigError(
@@ -160,7 +160,10 @@ def import_source(source: str, key: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # any exception of the user's module
-        raise ConfigError(f"importing {source} failed: {describe(error)}", where=key, fix="correct the file") from error
+        fix = f"correct {key}, or the file that it names"
+        if isinstance(error, ModuleNotFoundError):
+            fix = f"correct the name {error.name}, or install its package"
+        raise ConfigError(f"importing {source} failed: {describe(error)}", where=key, fix=fix) from error
 
 
 def _settings(name: str, kind: type[Environment], own: dict[str, Any]) -> Any:
@@ -184,9 +187,9 @@ def _settings(name: str, kind: type[Environment], own: dict[str, Any]) -> Any:
         key = str(first["loc"][0]) if len(first["loc"]) == 1 else ""
         if key in own and first["type"] not in ("value_error", "assertion_error"):
             raise wrong_value(first, f"env.{key}", known[key], own[key], where=f"env.{key}") from error
-        raise ConfigError(
-            first["msg"], where=".".join(["env", *map(str, first["loc"])]), found=first.get("input")
-        ) from error
+        problem = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        where = ".".join(["env", *map(str, first["loc"])])
+        raise ConfigError(problem, where=where, found=first.get("input")) from error
 
 
 def check_environment(config: RunConfig, limit_s: float = _IMPORT_S) -> ConfigError | None:

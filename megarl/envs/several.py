@@ -81,7 +81,9 @@ def check_rewards(
         )
     for name, value in rewards.items():
         if not all(isinstance(x, int | float) for x in (value if isinstance(value, list) else [value])):
-            raise RewardsError(f"{name_of_all} has {value!r:.80} for {name!r}; allowed: a number, or a list of numbers")
+            raise RewardsError(
+                f"{name_of_all} has {value!r:.80} for {name!r}; allowed: an int or float, or a list of them"
+            )
     for name, settings in policies.items():
         number, given = begun.get(name, 0), rewards.get(name)
         if number and settings.train and given is None:
@@ -93,9 +95,10 @@ def check_rewards(
                 "its conversations"
             )
         if isinstance(given, list) and len(given) != number:
+            single = "" if number and settings.train and settings.compare == "episode" else "one number, or "
             raise RewardsError(
-                f"{name_of_all} has {len(given)} numbers for the policy {name!r}; allowed: one number, or {number} in "
-                "a list, one for each of its conversations"
+                f"{name_of_all} has {len(given)} numbers for the policy {name!r}; allowed: {single}{number} in a list, "
+                "one for each of its conversations"
             )
 
 
@@ -184,7 +187,7 @@ class SeveralPolicies(Environment):
             return self._end(answer)
         if not isinstance(answer, Ask):
             raise EpisodeFailure(
-                f"it returned {answer!r:.80}; allowed: Ask(policy, observation) or EpisodeRewards(rewards)"
+                f"the environment returned {answer!r:.80}; allowed: Ask(policy, observation) or EpisodeRewards(rewards)"
             )
         if answer.policy not in self.services.policies:
             names = ", ".join(self.services.policies)

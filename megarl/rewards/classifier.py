@@ -92,15 +92,16 @@ def classifier(samples: list[Sample], **settings: Any) -> list[Any]:
 
 @lru_cache(maxsize=2)
 def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
-    """Return model and tokenizer, loaded once per process; raise ConfigError if the model has no score weights."""
+    """Return model and tokenizer, loaded once per process; raise ConfigError if they cannot be loaded, the model has no
+    score weights, or the device cannot hold it."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(path, dtype=kind, output_loading_info=True)
-        model, tokenizer = model.to(device).eval(), AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # transformers, safetensors and CUDA raise many types of errors
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # transformers and safetensors raise many types of errors
         raise ConfigError(
             f"the classifier cannot be loaded: {type(error).__name__}: {error}",
             where=f"{KWARGS}.path",
@@ -109,12 +110,21 @@ def _load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
         ) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
-            "weights of the classifier are missing; a language model has no score",
+            "weights of the classifier are missing",
             where=f"{KWARGS}.path",
             found=f"{path} without {', '.join(missing[:3])}",
-            fix="name a reward model, such as the result of algorithm.pipeline=reward_model",
+            fix="name a complete reward model, such as the result of algorithm.pipeline=reward_model; a language model "
+            "lacks the weights of the score",
         )
-    return model, tokenizer
+    try:
+        return model.to(device).eval(), tokenizer
+    except Exception as error:  # torch and CUDA raise many types of errors
+        raise ConfigError(
+            f"the classifier cannot be moved to this device: {type(error).__name__}: {error}",
+            where=f"{KWARGS}.device",
+            found=device,
+            allowed="cpu, or a GPU of the worker with enough free memory, such as cuda:0",
+        ) from error
 
 
 def shown_text(sample: Sample, tokenizer: Any, *, form: str, end: bool) -> str:

@@ -72,7 +72,7 @@ class EndpointSettings(Settings):
         return ScoreServer(url, self.api_key_env, self.request_timeout_s, self.retries)
 
     def require_key(self) -> None:
-        """Raise a ConfigError if the environment variable of the key is not set here."""
+        """Raise a ConfigError if the environment variable of the key is not set here, or is empty."""
         if self.api_key_env is not None:
             _key(self.api_key_env)
 
@@ -160,7 +160,7 @@ def _key(variable: str) -> str:
     value = os.environ.get(variable)
     if not value:
         raise ConfigError(
-            "the environment variable of the key is not set in the worker",
+            "the environment variable of the key is not set, or is empty, in the worker",
             where=f"{KWARGS}.api_key_env",
             found=variable,
             fix=f"export {variable} where workers start, or name another variable",

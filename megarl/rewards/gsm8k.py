@@ -30,7 +30,8 @@ def read_reference(answer: str) -> tuple[Fraction, bool]:
     """Return a reference answer's number, and whether it is a percentage; raise ValueError if it holds no number."""
     reference = _read(_marked(answer) if _MARK in answer else _last(answer))
     if reference is None:
-        raise ValueError(f"the reference answer has no number: {answer!r}")
+        place = f" after {_MARK}" if _MARK in answer else ""
+        raise ValueError(f"no number can be read in the reference answer{place}: {answer!r}")
     return reference
 
 

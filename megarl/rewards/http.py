@@ -90,9 +90,11 @@ def _sglang(answer: Any, count: int) -> list[float]:
     """Return the scores in an SGLang reply, which has one object with `embedding` per text."""
     given = _scores(answer if isinstance(answer, list) else [answer], count)
     scores = [entry["embedding"] for entry in given]
-    if any(not isinstance(score, list) or len(score) != 1 for score in scores):
-        raise ValueError(
-            f"the served model returns {len(scores[0])} numbers for a text, but a reward model returns one: serve a "
-            "reward model"
-        )
+    for score in scores:
+        if not isinstance(score, list) or len(score) != 1:
+            returned = f"{len(score)} numbers" if isinstance(score, list) else f"{score!r:.80}"
+            raise ValueError(
+                f"the served model returns {returned} for a text, but a reward model returns a list of one number: "
+                "serve a reward model"
+            )
     return [score[0] for score in scores]

@@ -161,7 +161,7 @@ def _count_call(options: JudgeSettings) -> None:
         raise NoAnswer(f"the file {calls}, which counts the judge's calls, cannot be written: {problem}") from error
     if not left:
         raise NoAnswer(
-            f"the judge's budget of {options.budget} calls is used up ({calls} counts them); raise reward.kwargs.budget"
+            f"the judge's budget of {options.budget} calls is used up ({calls} counts them); raise its setting `budget`"
         )
 
 

@@ -30,7 +30,7 @@ def read_reference(answer: str) -> Fraction:
     """Return the number of a reference answer; raise ValueError when it is not a number."""
     value = parse_number(answer)
     if value is None:
-        raise ValueError(f"the reference answer is not a number: {answer!r}")
+        raise ValueError(f"the reference answer cannot be read as a number: {answer!r}")
     return value
 
 

@@ -152,14 +152,14 @@ def with_model_scores(cfg: RewardConfig, results: Sequence[Result], scores: Sequ
 
 def raise_part_problems(cfg: RewardConfig) -> None:
     """Raise ConfigError for parts whose names are invalid in metrics, for several parts that name the reward model, and
-    for a recipe with both a single reward and parts."""
+    for a recipe with both `reward.name` or `reward.kwargs`, and parts."""
     for label in cfg.parts:
         if not _LABEL.fullmatch(label) or label in RESERVED_PARTS | _MEANINGS:
             raise ConfigError(
                 "a part of the reward cannot have this name",
                 where="reward.parts",
                 found=label,
-                allowed="letters, digits, `_`, `-` and `.`, at most 64; not "
+                allowed="1 to 64 letters, digits, `_`, `-` and `.`, with a letter of A to Z or a digit first; not "
                 f"{', '.join(sorted(RESERVED_PARTS | _MEANINGS))}",
                 fix="name it for what it measures, such as accuracy",
             )
@@ -169,17 +169,18 @@ def raise_part_problems(cfg: RewardConfig) -> None:
             "several parts name the reward model, but a run has only one",
             where="reward.parts",
             found=", ".join(models),
-            allowed=f"one part called {BY_MODEL}",
+            allowed=f"one part with name: {BY_MODEL}",
             fix="keep one of them, or serve the other model and use the reward http",
         )
     default = type(cfg).model_fields["name"].default
     if cfg.parts and (cfg.name != default or cfg.kwargs):
+        key = "name" if cfg.name != default else "kwargs"
         raise ConfigError(
-            "the recipe names a single reward and several parts",
-            where="reward.name",
-            found=cfg.name,
-            allowed="reward.name, or reward.parts",
-            fix="name it as a part; on the command line, reward='!replace {parts: {...}}' removes the recipe's reward",
+            f"the recipe has both reward.{key} and reward.parts",
+            where=f"reward.{key}",
+            found=getattr(cfg, key),
+            allowed="reward.name and reward.kwargs, or reward.parts",
+            fix="move it into a part; on the command line, reward='!replace {parts: {...}}' removes the recipe's",
         )
 
 

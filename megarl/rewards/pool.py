@@ -271,8 +271,8 @@ class ScorerPool:
             if time.monotonic() >= deadline:
                 raise RewardError(
                     f"processes of {self._noun} {self._setup['name']!r} did not start within {START_TIMEOUT_S:g} s",
-                    fix="import the file in a Python shell: if that takes long or never ends, move the slow code from "
-                    "the top of the file into the function",
+                    fix="import your own file in a Python shell: if that takes long or never ends, move the slow code "
+                    "from the top of the file into the function; else start fewer processes on this machine",
                 )
             self._collect(_Batch(), min(deadline, time.monotonic() + 1.0))
 

@@ -81,10 +81,10 @@ def ask(work: Callable[..., object], request: Mapping[str, object], limit_s: flo
             return value
     code = process.returncode
     raise ConfigError(
-        f"importing the function ends its process ({ending(code)})",
+        f"importing and checking this ended the process ({ending(code)})",
         where=where,
         found=request.get("name"),
-        fix="remove what ends the program while the file is imported, such as os._exit",
+        fix="remove what ends the program while the file is imported, such as sys.exit or os._exit",
     )
 
 

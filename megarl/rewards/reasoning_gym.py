@@ -137,8 +137,8 @@ def _dataset(name: str, config: dict[str, Any]) -> Any:
             f"reasoning-gym's task {name} refuses its configuration: {error}",
             where=f"{_KEY}.tasks.{name}",
             found=config,
-            allowed=[key for key in fields if key not in ("seed", "size")],
-            fix="correct the values",
+            allowed=[key for key in fields if key != "size"],
+            fix="correct the keys and values",
         ) from error
 
 

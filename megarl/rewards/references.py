@@ -96,21 +96,21 @@ def check_answers(functions: Mapping[str, RewardConfig], key: str | None, answer
                 for text in answer_texts(value, several):
                     read(text)
             except ValueError as error:
-                forms = "text that is not empty, or a finite number"
+                forms = f"text or a finite number that {function.name} can read"
                 raise DataError(
                     f"the reward {function.name} cannot use the answer in {key!r}: {error}",
                     where=row.where,
                     found=value if len(repr(value)) < 200 else shortened(repr(value), 200),
                     allowed=f"{forms}, or a list of these" if several == "any" else forms,
-                    fix=_fix(value, key, place),
+                    fix=_fix(value, key, place, several),
                 ) from error
 
 
-def _fix(value: Any, key: str, place: str) -> str:
+def _fix(value: Any, key: str, place: str, several: Any) -> str:
     if isinstance(value, dict) and value:
         inner = "ground_truth" if "ground_truth" in value else next(iter(value))
         return f"name the field inside the column: data.answer_key: {key}.{inner}"
-    if isinstance(value, list) and value:
+    if isinstance(value, list) and value and several != "any":
         return f"set {place}.kwargs.answers: any, if matching one of them is enough"
     return "correct the row, or remove it"
 

@@ -162,7 +162,8 @@ def _finite(value: Any, part: str) -> float:
         raise _Refused(f"the function returned {number}{part}, which is not a finite number")
     if abs(number) > LARGEST:
         raise _Refused(
-            f"the function returned {number:g}{part}; allowed: at most {LARGEST:g}, so that float32 can hold its square"
+            f"the function returned {number:g}{part}; allowed: -{LARGEST:g} to {LARGEST:g}, so that float32 can hold "
+            "its square"
         )
     return number
 
@@ -186,7 +187,7 @@ def outcome_of(message: dict[str, Any], read: Reading) -> Outcome:
         return read(message["result"])
     failure = message.get("failure")
     if not isinstance(failure, dict) or failure.keys() != {"reason", "where", "collateral"}:
-        raise Malformed("the answer has neither a result nor a failure")
+        raise Malformed("the answer has neither a result, nor a failure with only reason, where and collateral")
     where = None if failure["where"] is None else text(failure["where"], _WHERE, "the field `where` of a failure")
     reason = text(failure["reason"], _REASON, "the field `reason` of a failure")
     return ScoringFailure(reason, where, flag(failure["collateral"], "the field `collateral` of a failure"))

@@ -201,7 +201,8 @@ def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
                 where=f"robot.{key}",
                 found="other statistics in this run",
                 allowed=f"the statistics in {file}",
-                fix=f"restore the earlier robot.{key}, model or demonstrations, or start with trainer.resume=never",
+                fix=f"restore the earlier robot.{key}, robot.unnorm_key, model or demonstrations, or start with "
+                "trainer.resume=never",
             )
 
 

@@ -78,14 +78,14 @@ def _gains(samples: Batch) -> Tensor:
     an episode begins with 0.
 
     Raises:
-        ConfigError: the simulator does not measure progress.
+        ConfigError: the simulator does not report progress after every call.
     """
     progress = samples["call_progress"]
     played = torch.tensor([not error for error in samples["env_error"]], dtype=torch.bool)
     unknown = progress.values.isnan() & torch.repeat_interleave(played, progress.lengths)
     if bool(unknown.any()):
         raise ConfigError(
-            "the simulator does not measure progress",
+            "the simulator does not report progress after every policy call",
             where="robot.reward.per_call",
             allowed="0 with this simulator",
             fix="set robot.reward.per_call=0",

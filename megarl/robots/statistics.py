@@ -84,7 +84,7 @@ def refuse_other_family(robot: RobotConfig, shape: VisionShape) -> None:
             allowed=f"a family that predicts action tokens, or a model whose config.json has the section {SECTION}"
             if expert is None
             else FLOW,
-            fix=f"set robot.family=small, or add {SECTION} to the model"
+            fix=f"set robot.family to the model's (openvla-oft, openvla or small), or add {SECTION} to a new model"
             if expert is None
             else f"set robot.family={FLOW}",
         )

@@ -477,7 +477,7 @@ REWARDS: list[tuple[Any, str]] = [
     ([1.0, _NAN], "returned nan"),
     ([1.0, _INFINITE], "returned inf"),
     ([1.0, -_INFINITE], "returned -inf"),
-    ([1.0, 1e39], "returned 1e+39; allowed: at most 1e+15"),
+    ([1.0, 1e39], "returned 1e+39; allowed: -1e+15 to 1e+15"),
     ([1.0, 10**400], "raised OverflowError"),
     ([1.0, {}], "returned a dict without 'overall'"),
     ([1.0, {"score": 1.0}], "returned a dict without 'overall'"),

@@ -184,7 +184,7 @@ class Faulty(Environment):
 REASONS = {
     "raises": r"step \(turn 0\) raised ValueError: no such state .*test_episode_groups.py:\d+",
     "nan": "the reward nan, which is not a finite number",
-    "nothing": "no observation, and the episode is not done",
+    "nothing": "no observation or an empty one, but the episode is not done",
     "object": "allowed: text, chat messages, token ids",
     "letters": "no token for 'a', which the environment returned",
     "tuple": r"allowed: Step\(observation, reward, done, info\)",

@@ -92,7 +92,7 @@ def test_numbers_are_shown_as_json_and_repeat_by_the_seed_of_the_row():
     [
         ({"id": "FrozenLak-v1"}, r"env.id: gymnasium cannot make this(?s:.*)Did you mean: `FrozenLake`"),
         ({"id": "FrozenLake-v1", "kwargs": {"size": 9}}, r"env.id: (?s:.*)unexpected keyword argument 'size'"),
-        ({"id": "CartPole-v1", "observation": "render"}, r"env.observation: this environment cannot be drawn"),
+        ({"id": "CartPole-v1", "observation": "render"}, r"env.observation: this environment draws no text"),
         ({"id": "FrozenLake-v1", "actions": {"fly": 9}}, r"env.actions.fly: the environment has no such action"),
     ],
 )

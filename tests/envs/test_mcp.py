@@ -183,8 +183,8 @@ def test_a_server_that_is_described_wrongly_is_refused(server, message):
 @pytest.mark.parametrize(
     ("server", "message"),
     [
-        (program(command="/nowhere/to/be/found"), "'one' does not reply[\\s\\S]*FileNotFoundError"),
-        (program(args=["-c", "pass"]), "'one' does not reply[\\s\\S]*start it|'one' does not reply"),
+        (program(command="/nowhere/to/be/found"), "'one' does not list its tools: FileNotFoundError"),
+        (program(args=["-c", "pass"]), "'one' does not list its tools[\\s\\S]*run the command"),
         (program(args=["-c", "import time; time.sleep(60)"], start_s=0.5), "nothing within 0.5 s"),
         (program(pass_env=["NOT_THERE"]), "NOT_THERE is not set"),
     ],
@@ -195,7 +195,7 @@ def test_a_server_that_cannot_be_used_is_refused(server, message):
 
 
 def test_a_tool_that_a_server_does_not_have_and_two_tools_of_one_name_are_refused(web):
-    with pytest.raises(ConfigError, match=r"does not have this tool[\s\S]*divide[\s\S]*multiply"):
+    with pytest.raises(ConfigError, match=r"lacks this tool[\s\S]*divide[\s\S]*multiply"):
         McpServers({"one": McpServer(**web.settings("divide"))}, LIMIT_S)
     both = {name: McpServer(**web.settings("multiply")) for name in ("one", "two")}
     with pytest.raises(ConfigError, match=r"both have a tool 'multiply'"):
@@ -216,7 +216,7 @@ def test_a_server_that_does_not_come_back_is_no_answer_of_its_tool(tmp_path):
     text, failed = servers.call("misbehave", {"how": "die"})
     assert (failed, text[:7]) == (True, "error: ")
     for _ in range(20):
-        with pytest.raises(ConfigError, match="'one' does not reply"):
+        with pytest.raises(ConfigError, match="'one' does not list its tools"):
             servers.call("multiply", {"a": 2, "b": 3})
     servers.close()
 

@@ -100,7 +100,7 @@ def test_an_episode_that_a_limit_ends_has_rewards_of_0(debates, limits):
         ({"proposer": 1, "solver": [1]}, "1 numbers for the policy 'solver'; allowed: one number, or 2"),
         ({**PAID, "author": 1}, "names 'author', which is no policy of the run; allowed: proposer, solver, judge"),
         ({**PAID, "proposer": float("nan")}, "allowed: finite numbers"),
-        ({**PAID, "proposer": "1"}, "has '1' for 'proposer'; allowed: a number"),
+        ({**PAID, "proposer": "1"}, "has '1' for 'proposer'; allowed: an int or float"),
     ],
 )
 def test_rewards_that_do_not_fit_fail_the_episode(debates, rewards, words):

@@ -304,7 +304,7 @@ def test_a_spent_budget_is_said_and_holds_for_further_runs(served, tmp_path):
     kwargs = {"url": served.url, "model": "m", "cache": str(tmp_path), "budget": 2, "concurrency": 1}
     found = scores("judge", kwargs, samples("1", "2", "3"), on_error=0.25)
     assert [one["overall"] for one in found] == [1.0, 1.0, 0.25]
-    with pytest.raises(RewardError, match=r"budget of 2 calls is used up(?s:.*)raise reward\.kwargs\.budget"):
+    with pytest.raises(RewardError, match=r"budget of 2 calls is used up(?s:.*)raise its setting `budget`"):
         scores("judge", kwargs, samples("3"))
     assert len(served.requests) == 2
     assert scores("judge", kwargs, samples("2")) == [{"overall": 1.0}]  # it is known

@@ -97,7 +97,7 @@ def test_what_is_wrong_with_a_part_is_found_before_a_start_at_its_key(file, part
 
 
 def test_a_reward_beside_parts_is_refused():
-    with pytest.raises(ConfigError, match="a single reward and several parts"):
+    with pytest.raises(ConfigError, match=r"both reward\.name and reward\.parts"):
         Rewards(section({"a": {"name": "numeric"}}, name="math"))
 
 

@@ -59,9 +59,9 @@ def test_what_a_worker_would_refuse_is_refused(name, kwargs, words):
     [
         (
             "import os; os._exit(0)",
-            ["reward.name: importing the function ends its process (exit code 0)", "'it.py:score'"],
+            ["reward.name: importing and checking this ended the process (exit code 0)", "'it.py:score'"],
         ),
-        ("import os; os.abort()", ["ends its process (signal SIGABRT)"]),
+        ("import os; os.abort()", ["ended the process (signal SIGABRT)"]),
         ("raise SystemExit", ["does not import", "it raises SystemExit while it is imported", "it.py:1"]),
         ("import sys; sys.exit('no GPU here')", ["it raises SystemExit while it is imported: no GPU here"]),
         ("raise KeyboardInterrupt", ["it raises KeyboardInterrupt while it is imported", "it.py:1"]),

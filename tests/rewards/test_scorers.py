@@ -137,7 +137,7 @@ def test_numeric_tolerance_and_extraction():
     assert numeric({"response": "0.009", "answer": "0"}, tolerance=0.01)["overall"] == 1.0
     assert numeric({"response": "1 then 24", "answer": "24"}, extract="last")["overall"] == 1.0
     assert numeric({"response": "24 then 1", "answer": "24"}, extract="first")["overall"] == 1.0
-    with pytest.raises(ValueError, match="not a number"):
+    with pytest.raises(ValueError, match="cannot be read as a number"):
         numeric({"response": "1", "answer": "one"})
 
 

@@ -85,7 +85,7 @@ def test_rewards_and_values_of_policy_calls_become_their_advantages(tmp_path: Pa
 def test_a_simulator_without_progress_gives_no_rewards_of_calls(tmp_path: Path) -> None:
     samples = episodes()
     samples.set("call_progress", samples["call_progress"].like(torch.full((7,), math.nan)))
-    with pytest.raises(ConfigError, match="does not measure progress"):
+    with pytest.raises(ConfigError, match="does not report progress"):
         episode_reward(context(tmp_path), samples)
     rewards = episode_reward(context(tmp_path, "robot.reward.per_call=0"), samples)["token_rewards"].values
     assert rewards.nonzero()[:, 0].tolist() == [9], "the last executed token of the first episode"

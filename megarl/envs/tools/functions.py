@@ -32,7 +32,12 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
     for name in names:
         source, colon, function_name = name.rpartition(":")
         if not colon:
-            raise ConfigError("this is not a function", where=_KEY, found=name, allowed="file.py:fn, pkg.mod:fn")
+            raise ConfigError(
+                "this name has no colon before the function",
+                where=_KEY,
+                found=name,
+                allowed="file.py:fn, pkg.mod:fn",
+            )
         module = import_source(source, _KEY)
         function = getattr(module, function_name, None)
         if not callable(function):
@@ -46,7 +51,7 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
     names_ = [tool.name for tool in tools]
     twice = sorted({name for name in names_ if names_.count(name) > 1})
     if twice:
-        raise ConfigError("two tools have the same name", where=_KEY, found=twice, fix="rename one of them")
+        raise ConfigError("two tools have the same name", where=_KEY, found=twice, fix="rename or remove one")
     return tools
 
 
@@ -70,11 +75,14 @@ def _read_answer(max_chars: int, value: Any) -> Result:
 def _read_part(part: Any, max_chars: int) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "image") or part.keys() != {"type", kind}:
-        raise Malformed(f"a part of a result is neither text nor an image: {short(part)}")
+        raise Malformed(
+            "a part of a result must be an object with exactly the fields `type` (text or image) and `text` or "
+            f"`image`, not {short(part)}"
+        )
     content = text(part[kind], max_chars if kind == "text" else _IMAGE_CHARS, f"a part of a result ({kind})")
     if kind == "image" and not content.startswith(_DATA_URL):
         # An image is never read from a path.
-        raise Malformed(f"an image of a result must be a data URL, not {short(content)}")
+        raise Malformed(f"an image of a result must begin with {_DATA_URL}, not {short(content)}")
     return {"type": kind, kind: content}
 
 

@@ -61,7 +61,7 @@ class McpServer(Section):
     @model_validator(mode="after")
     def _one_way(self) -> McpServer:
         if (self.command is None) == (self.url is None):
-            raise ValueError("a server has either a command or a url: set one of them")
+            raise ValueError("a server has either a command or a url: set exactly one of them")
         if self.url is None and self.token_env:
             raise ValueError("token_env is only for a url; use pass_env to pass variables to a command")
         if self.url is not None and (self.args or self.cwd or self.pass_env):
@@ -151,17 +151,20 @@ class McpServers:
         wanted = connection.server.tools
         if wanted is not None and (missing := sorted(set(wanted) - set(connection.schemas))):
             raise ConfigError(
-                f"the MCP server {connection.name!r} does not have this tool",
+                f"the MCP server {connection.name!r} lacks {'this tool' if len(missing) == 1 else 'these tools'}",
                 where=f"{_KEY}.{connection.name}.tools",
                 found=missing,
                 allowed=sorted(connection.schemas),
             )
         for name in connection.schemas if wanted is None else wanted:
-            if name in self._holder:
+            key, other = f"{_KEY}.{connection.name}.tools", self._holder.get(name)
+            if other is connection:
+                raise ConfigError(f"the tool {name!r} is listed twice", where=key, fix="remove one of them")
+            if other is not None:
                 raise ConfigError(
-                    f"the MCP servers {self._holder[name].name!r} and {connection.name!r} both have a tool {name!r}",
+                    f"the MCP servers {other.name!r} and {connection.name!r} both have a tool {name!r}",
                     where=_KEY,
-                    fix=f"choose with {_KEY}.{connection.name}.tools",
+                    fix=f"choose with {key}",
                 )
             self._holder[name] = connection
             self.schemas.append(connection.schemas[name])
@@ -204,10 +207,12 @@ class _Connection:
         except Exception as error:  # any exception of a server, the network or the package
             await self.close()
             refusal = ConfigError(
-                f"the MCP server {self.name!r} does not reply",
+                f"the MCP server {self.name!r} does not list its tools: {_reason(error, self.server.start_s)}",
                 where=f"{_KEY}.{self.name}",
                 found=self.server.url or " ".join([self.server.command or "", *self.server.args]),
-                fix=f"start it by hand to see why; here the error was: {_reason(error, self.server.start_s)}",
+                fix="check url and token_env, and that the server is running"
+                if self.server.url
+                else "check command, args, cwd and pass_env, or run the command by hand to see why",
             )
             self._failed = time.monotonic(), refusal
             raise refusal from error
@@ -347,10 +352,10 @@ def check_servers(servers: Mapping[str, McpServer]) -> None:
     for name, server in servers.items():
         if server.command is not None and shutil.which(server.command, path=os.environ.get("PATH")) is None:
             raise ConfigError(
-                f"the command of the MCP server {name!r} does not exist",
+                f"the command of the MCP server {name!r} does not exist, or cannot be executed",
                 where=f"{_KEY}.{name}.command",
                 found=server.command,
-                fix="install the program, or name its full path",
+                fix="install the program, name its full path, or make its file executable",
             )
 
 

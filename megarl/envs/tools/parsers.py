@@ -163,4 +163,4 @@ def _of_json(value: Any) -> Any:
         return value
     if value is None or isinstance(value, (str, float)):
         return value
-    raise ValueError(f"{type(value).__name__} is not a JSON type")
+    raise ValueError(f"no JSON value stands for this {type(value).__name__}, or it is too large")

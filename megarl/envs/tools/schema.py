@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from megarl.rewards.signatures import IMAGES
 from megarl.system.errors import ConfigError
@@ -77,15 +77,16 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     {'x': {'description': 'the number.', 'type': 'integer'}}
 
     Raises:
-        ConfigError: the function has no docstring, or an argument has no type or a type that JSON lacks.
+        ConfigError: the docstring does not begin with a description, or an argument has no type, a type that JSON
+            lacks, or a name that a JSON object cannot provide.
     """
     name = getattr(function, "__name__", repr(function))
     summary, described = _docstring(function)
     if not summary:
         raise ConfigError(
-            f"the tool {name!r} has no docstring, so the model cannot see what it does",
+            f"the tool {name!r} has no docstring that begins with a description, so the model cannot see what it does",
             where="env.tools",
-            fix="write a docstring that describes the tool and its arguments",
+            fix="write a docstring that describes first the tool, and then its arguments",
         )
     hints = typing.get_type_hints(function)
     fields: dict[str, Any] = {}
@@ -112,11 +113,12 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     try:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         parameters = arguments.model_json_schema()
-    except (PydanticSchemaGenerationError, TypeError, NameError) as error:
+    except (PydanticUserError, TypeError, NameError) as error:
         raise ConfigError(
-            f"the arguments of the tool {name!r} have no JSON schema: {error}",
+            f"the arguments of the tool {name!r} have no JSON schema: {str(error).partition(chr(10))[0]}",
             where="env.tools",
-            fix="annotate the arguments with JSON types: str, int, float, bool, list, dict, or a pydantic model",
+            fix="annotate the arguments with JSON types: str, int, float, bool, list, dict, or a pydantic model; begin "
+            "their names with a letter",
         ) from error
     uses_images = IMAGES in inspect.signature(function).parameters
     return Tool(function, arguments, as_schema(name, summary, parameters), uses_images)

@@ -56,7 +56,7 @@ class ExpressionReader(TokenReader):
         """Read a sum with its signs."""
         self.depth += 1
         if self.depth > _MAX_DEPTH:
-            raise UnreadError("the answer has brackets that are nested too deeply")
+            raise UnreadError("parts of the answer are nested too deeply")
         terms = [self._signed_term()]
         while self.next_is("+", "-", "\\pm", "\\mp"):
             terms.append(self._signed_term())
@@ -123,7 +123,7 @@ class ExpressionReader(TokenReader):
     def _factor(self) -> Node:
         self.depth += 1
         if self.depth > 2 * _MAX_DEPTH:
-            raise UnreadError("the answer has powers that are nested too deeply")
+            raise UnreadError("parts of the answer are nested too deeply")
         node = self._after(self._primary())
         self.depth -= 1
         return node
@@ -174,7 +174,7 @@ class ExpressionReader(TokenReader):
         if self.take("^"):
             self.depth += 1
             if self.depth > 2 * _MAX_DEPTH:
-                raise UnreadError("the answer has powers that are nested too deeply")
+                raise UnreadError("parts of the answer are nested too deeply")
             node = Apply("^", (node, self._exponent()))
             self.depth -= 1
         return with_signs(signs, node)
@@ -182,7 +182,7 @@ class ExpressionReader(TokenReader):
     def _named(self, node: Node) -> Node:
         """Read the primes or subscript after a symbol, and return the symbol that they name: x_1 is not x."""
         if not isinstance(node, Symbol) or node.kind not in ("variable", "constant", "word", "set"):
-            raise UnreadError("only a symbol may have a subscript or a prime")
+            raise UnreadError("only a symbol that is no unit may have a subscript or a prime")
         if self.take("_"):
             start = self.at
             if self.next_is("{"):
@@ -226,7 +226,7 @@ class ExpressionReader(TokenReader):
     def _number(self, token: Token) -> Node:
         number = Number(token.value, token.places)
         if self.numeral_follows():
-            raise UnreadError("two numbers follow each other, the second in words")
+            raise UnreadError("a number in words follows a number, or the hyphen after one")
         if token.places is not None or token.value.denominator != 1:
             return number
         part = self._proper_fraction()
@@ -328,7 +328,7 @@ class ExpressionReader(TokenReader):
             return Symbol("dots", "word")
         if text in _VALUES:
             return self._called(Symbol(name))
-        raise UnreadError(f"the command {text} is unknown")
+        raise UnreadError(f"the command {text} is unknown, or is not a value")
 
     def _enclosed(self, opening: str) -> Node:
         bars, in_set = self.bars, self.in_set
@@ -460,7 +460,7 @@ class ExpressionReader(TokenReader):
         if not any(token.kind == "number" for token in self.tokens[start : self.at]):
             inside = inside.replace(" ", "").replace("{", "").replace("}", "")  # A B means AB
         if not inside:
-            raise UnreadError(f"the command \\{name} has an empty argument")
+            raise UnreadError(f"the command \\{name} has no argument, or an empty one")
         if name in words.ALPHABETS:
             return Symbol("bb" + inside if name in ("mathbb", "Bbb") else f"{name} {inside}", "set")
         return self._called(Symbol(f"{name} {inside}"))

@@ -44,7 +44,7 @@ class AnswerReader(ExpressionReader):
         if not marks:
             return None
         if self.peek() is None and marks == [","]:
-            raise UnreadError("the list ends with a comma")
+            raise UnreadError("the list ends with a separator")
         named = [mark for mark in marks if mark != ","]
         return f",{named[0]}" if named and "," in marks else named[0] if named else ","
 
@@ -77,7 +77,7 @@ class AnswerReader(ExpressionReader):
             self.at += 1
             following = self.peek()
             if following is not None and following.text.startswith("0") and following.kind == "number":
-                raise UnreadError("the answer is a time of day, not a ratio")
+                raise UnreadError("a part of a ratio begins with the digit 0, as in a time of day")
             parts.append(self._sets())
         return parts[0] if len(parts) == 1 else Compound("ratio", tuple(parts))
 
@@ -95,7 +95,7 @@ class AnswerReader(ExpressionReader):
         """Read what follows `\\begin{...}` up to its `\\end{...}`: rows of cells; aligned lines are a list."""
         self.depth += 4
         if self.depth > 40:
-            raise UnreadError("the answer has LaTeX environments that are nested too deeply")
+            raise UnreadError("parts of the answer are nested too deeply")
         bars, in_set, self.bars, self.in_set = self.bars, self.in_set, 0, False
         rows: list[Node] = []
         while not self._at_end(environment):
@@ -103,7 +103,7 @@ class AnswerReader(ExpressionReader):
                 raise UnreadError(f"the LaTeX environment {environment!r} has no \\end")
             rows.append(self._row(environment))
             if not self.take("\\\\") and not self._at_end(environment):
-                raise UnreadError(f"a row of the LaTeX environment {environment!r} has no \\\\ or \\end after it")
+                raise UnreadError(f"a row of the LaTeX environment {environment!r} has no \\\\ or \\end of it after it")
         self.at += 1
         self.bars, self.in_set, self.depth = bars, in_set, self.depth - 4
         if not rows:

@@ -96,7 +96,7 @@ def _end(node: Node) -> Endpoint:
     rational = exact(node)
     value = Evaluation({}, real=True, log_base=None).value(node) if not _free(node) else None
     if value is None:
-        raise UnreadError("a bound or member of the set has variables")
+        raise UnreadError("a bound or member of the set has variables, words, units or names of sets")
     if isinstance(value, context(DIGITS).mpc):
         raise UnreadError("a bound or member of the set is not a real number")
     return Endpoint(node, rational, value)
@@ -110,7 +110,7 @@ def _group(node: Compound) -> Region:
     if node.kind == "tuple" and len(node.items) == 2:
         low, high = map(_end, node.items)
         if not low.below(high):
-            raise UnreadError("the interval is empty: its lower end is not below its upper end")
+            raise UnreadError("the lower end of the interval is not below its upper end")
         return Region((RealInterval(low, high, node.marks[0] == "[", node.marks[1] == "]"),))
     if node.kind == "set":
         points = map(_end, node.items)
@@ -142,10 +142,10 @@ def _builder(node: Compound) -> Region:
         limited = _region(bound.sides[1])
         bound = bound.sides[0]
     if not isinstance(bound, Symbol):
-        raise UnreadError("the set-builder begins with an expression instead of a variable")
+        raise UnreadError("the set-builder does not begin with a variable")
     solutions = _region(condition)
     if solutions.variable != bound.name:
-        raise UnreadError("the condition of the set-builder is on a different variable")
+        raise UnreadError("the condition of the set-builder is not on its variable")
     return Region(_intersection(limited, solutions).spans)
 
 
@@ -170,7 +170,7 @@ def _inequality(left: Node, op: str, right: Node) -> Region:
         left, right, op = right, left, _FLIPPED[op]
     free = _free(left) | _free(right)
     if len(free) != 1 or not symbols(left, "variable"):
-        raise UnreadError("an inequality must have exactly one variable")
+        raise UnreadError("an inequality must have exactly one variable, and no words, units or names of sets")
     name = next(iter(free))
     if isinstance(left, Apply) and left.name == "abs" and not _free(right) and op in ("<", "<=", ">", ">="):
         return _distance(left.args[0], op, right)

@@ -35,7 +35,7 @@ class Token:
     base: int | None = None
 
 
-_MAX_DIGITS = 400  # a longer number is compared as text
+_MAX_DIGITS = 400  # characters; a longer number is compared as text
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b\u207d\u207e\u207f\u2071\u02e3]+")
 _LOWERED = re.compile("[\u2080-\u2089\u2099\u1d62\u2096]+")
 _REVERSED = re.compile(r"(?:\\left)?([\[\]])([^\[\](){};]{1,200})(?:\\right)?([\[\]])")
@@ -304,7 +304,7 @@ class _Scanner:
 
     def _repeated(self, whole: str, head: str, block: str, text: str) -> None:
         if len(text) > _MAX_DIGITS:
-            raise UnreadError(f"a number has more than {_MAX_DIGITS} digits")
+            raise UnreadError(f"a number has more than {_MAX_DIGITS} characters")
         value = Fraction(int(whole or 0)) + Fraction(int(head or 0), 10 ** len(head))
         value += Fraction(int(block), (10 ** len(block) - 1) * 10 ** len(head))
         self.add("number", str(value), value)
@@ -326,7 +326,7 @@ class _Scanner:
     def scientific(self, match: re.Match[str]) -> None:
         mantissa, _, exponent = match.group().lower().partition("e")
         if len(mantissa) > _MAX_DIGITS or abs(int(exponent)) > _MAX_DIGITS:
-            raise UnreadError(f"a number has more than {_MAX_DIGITS} digits or zeros")
+            raise UnreadError(f"a number has more than {_MAX_DIGITS} characters, or an exponent beyond {_MAX_DIGITS}")
         places = len(mantissa.partition(".")[2]) - int(exponent)
         value = Fraction(mantissa) * Fraction(10) ** int(exponent)
         self.add("number", match.group(), value, places if "." in mantissa or places > 0 else None)
@@ -344,7 +344,7 @@ class _Scanner:
 
     def _number(self, text: str) -> None:
         if len(text) > _MAX_DIGITS:
-            raise UnreadError(f"a number has more than {_MAX_DIGITS} digits")
+            raise UnreadError(f"a number has more than {_MAX_DIGITS} characters")
         value, decimals = Fraction(text), text.partition(".")[2]
         self.add("number", text, value, len(decimals) if "." in text else None)
 

@@ -191,7 +191,7 @@ class Evaluation:
             return self._counted(name, args)
         function = self._function(name)
         if function is None or (len(args) != 1 and name not in ("max", "min")):
-            raise UnreadError(f"the function {name!r} is unknown, or has a wrong number of arguments")
+            raise UnreadError(f"the function {name!r} is unknown, or cannot be computed for these arguments")
         if name in _GROWING and not ctx.isinf(first) and ctx.mag(first) > 64:
             raise UnreadError(f"the argument of {name!r} is too large")
         value = function(*args)

@@ -69,11 +69,13 @@ def _opened(
 def _no_source(source: str, where: str) -> ConfigError:
     path = Path(source.rpartition("=")[2]).expanduser()
     fix = f"write TASK={source}: the file has no task name" if path.suffix in HDF5 and "=" not in source else None
-    problem = "this file or folder has no demonstrations" if path.exists() else "demonstrations not found"
+    problem = "demonstrations cannot be named in this form" if path.exists() else "demonstrations not found"
     near = close_matches(source, [EXPERTS])
     if near:
         fix = f"did you mean {near[0]!r}?"
-    allowed = f"{EXPERTS}, a folder of demonstrations (also LeRobot's), or TASK=FILE{HDF5[0]} (LIBERO)"
+    allowed = (
+        f"{EXPERTS}, a folder of demonstrations (also LeRobot's), TASK=FOLDER (LeRobot), or TASK=FILE{HDF5[0]} (LIBERO)"
+    )
     return ConfigError(problem, where=where, found=source, allowed=allowed, fix=fix)
 
 

@@ -28,7 +28,7 @@ LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
 #: The arm stands still if the norm of an action, without the gripper's value, is below this.
 STILL = 1e-4
 _FRAMES = "frames."
-_AGAIN = "download the file again"
+_AGAIN = "check the path, or download the file again"
 _ONE_EACH = "one entry per environment step in every part"
 
 
@@ -248,7 +248,9 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
             yield file, facts
     except (SafetensorError, OSError) as error:
         raise DataError(
-            f"this file is damaged: {error}", where=str(path), fix="write the demonstrations again"
+            f"this file cannot be read: {error}",
+            where=str(path),
+            fix="make the file readable, or write the demonstrations again",
         ) from None
 
 

@@ -66,9 +66,9 @@ class LeRobotFolder:
             version, features = info["codebase_version"], info["features"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"this folder is not a LeRobot data set: {error!r}",
+                f"the description of the LeRobot data set cannot be read: {error!r}",
                 where=str(path),
-                fix="name the folder that contains meta/info.json",
+                fix=_AGAIN,
             ) from None
         if version not in VERSIONS:
             raise DataError(

@@ -179,7 +179,7 @@ def policy_normalisation(
             "the image normalisation does not fit the model's vision towers",
             where=where,
             found={"means": normalisation.means, "input_sizes": sizes},
-            allowed={"means": f"of {towers} towers", "input_sizes": wanted},
+            allowed=f"means of {towers} towers, and input_sizes {wanted} or none",
             fix="use config.json and preprocessor_config.json of the same checkpoint",
         )
     return normalisation

@@ -100,11 +100,14 @@ def check_turn(
     _check_call(header, "turn")
     entries = header.get("entries")
     if not isinstance(entries, list) or len(entries) != len(asked):
-        raise Malformed(f"the answer to {len(asked)} calls must have a list of as many entries, not {short(entries)}")
+        raise Malformed(f"the answer to {len(asked)} calls must have a list of as many entries, not {_sized(entries)}")
     for entry, (slot, kind) in zip(entries, asked, strict=True):
         allowed = (kind,) if kind == "expert" else (kind, "failed")
         if not isinstance(entry, dict) or entry.get("slot") != slot or entry.get("kind") not in allowed:
-            raise Malformed(f"the entry of slot {slot} must be of the kind {' or '.join(allowed)}, not {short(entry)}")
+            shown = short(entry)
+            if isinstance(entry, dict):
+                shown = f"slot {short(entry.get('slot'))} and kind {short(entry.get('kind'))}"
+            raise Malformed(f"an entry must have slot {slot} and kind {' or '.join(allowed)}, not {shown}")
         if entry["kind"] == "failed":
             if entry.get("problem") != "state":
                 raise Malformed(
@@ -169,7 +172,7 @@ def _check_result(header: Mapping[str, Any], actions: int) -> None:
 
 def _check_seconds(parts: Any, field: str) -> None:
     if not isinstance(parts, dict) or len(parts) > _PARTS:
-        raise Malformed(f"the field `{field}` must map at most {_PARTS} kinds of work to seconds, not {short(parts)}")
+        raise Malformed(f"the field `{field}` must map at most {_PARTS} kinds of work to seconds, not {_sized(parts)}")
     for name, seconds in parts.items():
         text(name, _NAME, f"a kind of work in the field `{field}`")
         number(seconds, f"the seconds of {short(name)} in the field `{field}`")
@@ -177,11 +180,12 @@ def _check_seconds(parts: Any, field: str) -> None:
 
 def _check_tasks(tasks: Any) -> None:
     if not isinstance(tasks, list) or len(tasks) > _TASKS:
-        raise Malformed(f"the tasks must be a list of at most {_TASKS}, not {short(tasks)}")
+        raise Malformed(f"the tasks must be a list of at most {_TASKS}, not {_sized(tasks)}")
     fields = set(TaskSpec.__dataclass_fields__)
     for task in tasks:
         if not isinstance(task, dict) or set(task) != fields:
-            raise Malformed(f"a task must have the fields {', '.join(sorted(fields))}; found: {short(task)}")
+            names = ", ".join(sorted(task)) if isinstance(task, dict) else short(task)
+            raise Malformed(f"a task must have exactly the fields {', '.join(sorted(fields))}; found: {names[:_TEXT]}")
         text(task["name"], _NAME, "the name of a task")
         text(task["instruction"], _TEXT, "an instruction")
         for name in ("source", "part"):
@@ -194,11 +198,11 @@ def _check_tasks(tasks: Any) -> None:
 
 def _check_cameras(cameras: Any) -> None:
     if not isinstance(cameras, dict) or len(cameras) > _CAMERAS:
-        raise Malformed(f"the cameras must be a mapping of at most {_CAMERAS} names, not {short(cameras)}")
+        raise Malformed(f"the cameras must be a mapping of at most {_CAMERAS} names, not {_sized(cameras)}")
     for camera, size in cameras.items():
         text(camera, _NAME, "the name of a camera")
         if not isinstance(size, list) or len(size) != 2:
-            raise Malformed(f"the picture size of a camera must be a list of two numbers, not {short(size)}")
+            raise Malformed(f"the picture size of a camera must be a list of two numbers, not {_sized(size)}")
         for side in size:
             whole(side, range(1, _PIXELS + 1), "a side of a camera's picture")
 
@@ -211,8 +215,13 @@ def _check_array(array: NDArray[Any] | None, name: str, size: int | None) -> Non
         raise Malformed(f"the array {name!r} has numbers that are not finite")
 
 
+def _sized(value: Any) -> str:
+    """Return a value for an error text, a list or mapping with its length."""
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, list | dict) else short(value)
+
+
 def _texts(value: Any, what: str) -> None:
     if not isinstance(value, list) or len(value) > _TASKS:
-        raise Malformed(f"{what} must be a list of at most {_TASKS} texts, not {short(value)}")
+        raise Malformed(f"{what} must be a list of at most {_TASKS} texts, not {_sized(value)}")
     for item in value:
         text(item, _NAME, f"an item of {what}")

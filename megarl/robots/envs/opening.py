@@ -46,7 +46,9 @@ def first_answer(process: SimulatorProcess, settings: SimulatorSettings, where: 
             text = f"its process wrote an invalid message: {error}"
         if not header and time.monotonic() - process.since > settings.construct_s:
             process.print_stack()
-            text = f"it did not start within {where}.construct_s = {settings.construct_s:g} s"
+            text = (
+                f"it did not start within {where}.construct_s = {settings.construct_s:g} s; raise it if it is only slow"
+            )
     if not text and header.get("error") == "settings":
         raise _refused(header, settings, where)
     if text or "error" in header:

@@ -287,7 +287,7 @@ class SimulatorPool:
         used = [other for other in self._slots if other.used]
         if all(other.failures >= self.settings.max_restarts for other in used):
             times = count(self.settings.max_restarts, "time")
-            problem = f"every simulator process in use, {len(used)} in all, failed {times} in a row"
+            problem = f"every simulator process in use, {len(used)} in all, failed at least {times} in a row"
             raise pool_error(self.settings, self._where, problem, failure)
         episode.failures += 1
         if episode.failures > self.settings.retries or kind == "differs":

@@ -149,7 +149,8 @@ class SimulatorProcess:
         """
         offsets, size = clip_places(spec, recording)
         if not isinstance(counts, Mapping) or set(counts) != set(offsets):
-            raise Malformed(f"the clip has frames {short(counts)} by camera; requested: the cameras {list(offsets)}")
+            names = sorted(counts) if isinstance(counts, Mapping) else short(counts)
+            raise Malformed(f"the clip must have frames of the cameras {sorted(offsets)}, not of {names!s:.200}")
         for number in counts.values():
             whole(number, range(1, recording.frames + 1), "the number of frames of a clip")
         memory = self._mapped(base + size)
@@ -239,7 +240,7 @@ def environment(settings: SimulatorSettings, where: str, cuda_device: int | None
         return made
     if cuda_device not in settings.egl_devices:
         raise ConfigError(
-            f"CUDA device {cuda_device} has no EGL device to render on",
+            f"CUDA device {cuda_device} has no EGL device in this mapping",
             where=f"{where}.egl_devices",
             found=settings.egl_devices,
             fix=f"add {cuda_device}: NUMBER; `eglinfo` lists the devices in the order of their numbers",

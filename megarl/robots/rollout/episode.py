@@ -118,7 +118,9 @@ def episode_values(episodes: Sequence[Episode], version: int) -> dict[str, Any]:
         for e in episodes
     }
     if len(kinds) > 1:
-        raise ValueError(f"the tasks of a run must have the same cameras and state sizes, got {sorted(kinds)}")
+        raise ValueError(
+            f"the tasks of a run must have the same cameras, picture sizes and state sizes, got {sorted(kinds)}"
+        )
     final = [e.end for e in episodes if e.end is not None]
     assert len(final) == len(episodes), "episodes that are over"
     return {

@@ -80,7 +80,7 @@ class View:
                 "the statistics are for a robot state of a different size",
                 where="robot.unnorm_key",
                 found=f"{self.states.dim} numbers, and {spec.name} has {spec.state_dim}",
-                fix="set robot.unnorm_key to the data set of this robot",
+                fix="set robot.unnorm_key to the data set of this robot, or use a policy of this robot",
             )
         size = self.pictures.size
         return replace(spec, cameras=dict.fromkeys(self.cameras, (size, size)))

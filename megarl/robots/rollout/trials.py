@@ -119,7 +119,7 @@ def part_trials(
         if measured > task.evaluation:
             raise _too_few(task, "val_evaluation", measured, task.evaluation)
         if not held_out + val_trained + measured:
-            raise _too_few(task, "held_out", "no start state is measured", available - 1)
+            raise _none_measured(task)
         chosen = (order[:held_out], rest[:val_trained], np.arange(available, available + measured))
         pairs["val"] += [(task.name, int(trial)) for part in chosen for trial in np.sort(part)]
         pairs["train"] += [(task.name, int(trial)) for trial in np.sort(rest)]
@@ -171,8 +171,18 @@ def _too_few(task: TaskSpec, key: str, found: object, most: int) -> ConfigError:
         f"{task.name} has too few start states",
         where=f"robot.{key}",
         found=found,
-        allowed=f"{most} together, at least one trained on and one measured" if key == "held_out" else f"0 to {most}",
+        allowed=f"at most {most} together, at least one trained on" if key == "held_out" else f"0 to {most}",
         fix="lower robot.held_out or robot.trials" if key == "held_out" else f"lower robot.{key}",
+    )
+
+
+def _none_measured(task: TaskSpec) -> ConfigError:
+    return ConfigError(
+        f"validation measures no start state of {task.name}",
+        where="robot.held_out",
+        found=0,
+        allowed="above 0, or 0 with robot.val_trained or robot.val_evaluation above 0",
+        fix="set robot.held_out=1 or more; lower robot.trials if too few start states are left",
     )
 
 

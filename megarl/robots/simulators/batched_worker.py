@@ -194,10 +194,10 @@ class BatchedWork(Work):
             numbers = np.asarray(as_numpy(actions), np.float32)
             size = self._kept[task].spec.action_dim
             if numbers.shape != (len(chosen), size) or not np.isfinite(numbers).all():
+                is_ = "not finite" if numbers.shape == (len(chosen), size) else f"of shape {list(numbers.shape)}"
                 raise RefusedCall(
                     "raised",
-                    f"the expert returned actions of shape {list(numbers.shape)}; allowed: {len(chosen)} times {size} "
-                    "finite numbers",
+                    f"the expert returned actions that are {is_}; allowed: {len(chosen)} times {size} finite numbers",
                 )
             advice |= dict(zip(chosen.tolist(), numbers, strict=True))
         return np.concatenate([advice[place] for place in range(len(slots))]) if advice else None

@@ -48,8 +48,8 @@ class IsaacLab(BatchedSimulator):
         for name, task in chosen["tasks"].items():
             if set(task) != set(_FACTS):
                 raise ValueError(
-                    f"Isaac Lab: in the setting `tasks`, {name!r} has the keys {', '.join(map(str, task))}; allowed: "
-                    f"{', '.join(_FACTS)}"
+                    f"Isaac Lab: in the setting `tasks`, {name!r} has the keys {', '.join(map(str, task)) or 'none'}; "
+                    f"needed: exactly {', '.join(_FACTS)}"
                 )
         return [
             TaskSpec(

@@ -257,7 +257,7 @@ def _check(chosen: Mapping[str, Any]) -> None:
         )
     if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
         cameras = list(chosen["cameras"])
-        raise ValueError(f"LIBERO: invalid value of `cameras`: {cameras}; allowed: {', '.join(CAMERAS)}")
+        raise ValueError(f"LIBERO: invalid value of `cameras`: {cameras}; allowed: one or more of {', '.join(CAMERAS)}")
 
 
 def _find(task: str, suites: Sequence[str]) -> tuple[str, int]:
@@ -288,7 +288,8 @@ def _prepare() -> Path:
         import libero
     except ImportError as error:
         raise ImportError(
-            "LIBERO is not installed in this interpreter: run `make libero-env`, and set `python` to its interpreter"
+            "LIBERO is not installed in this interpreter: run `make libero-env`, and set `python` to its interpreter "
+            f"({error})"
         ) from error
     root = Path(libero.__file__).parent / "libero"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"

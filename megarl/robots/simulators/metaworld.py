@@ -107,7 +107,8 @@ class MetaWorld(Simulator):
         _import()
         if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
             raise ValueError(
-                f"Meta-World: invalid value of `cameras`: {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}"
+                f"Meta-World: invalid value of `cameras`: {list(chosen['cameras'])}; allowed: one or more of "
+                f"{', '.join(CAMERAS)}"
             )
         for key, largest in (("size", LARGEST), ("max_steps", 10**6), ("trials", 10**6)):
             if not 1 <= chosen[key] <= largest:

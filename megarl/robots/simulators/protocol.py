@@ -126,7 +126,7 @@ class Simulator:
     def refuse_ended(self) -> None:
         """Raise RuntimeError if no episode has begun since the last one ended."""
         if self._over:
-            raise RuntimeError(f"{self.spec.name}: this episode is over; call reset to begin another")
+            raise RuntimeError(f"{self.spec.name}: this episode is over, or none has begun; call reset to begin one")
 
     def execute(self, actions: NDArray[Any], act: Callable[[Any], bool], observe: Callable[[], Observation]) -> Outcome:
         """Execute actions [K, D] until all are done, the task is done, or its limit is reached.

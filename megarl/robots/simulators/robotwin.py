@@ -69,8 +69,8 @@ class RoboTwin(Simulator):
         for task in chosen["tasks"]:
             if task not in limits:
                 raise ValueError(
-                    f"RoboTwin has no task {task!r}, and `max_steps` has no limit for it: correct the name, or add the "
-                    "task to `max_steps`"
+                    f"neither RoboTwin nor `max_steps` has a limit of steps for the task {task!r}: correct the name, "
+                    "or add the task to `max_steps`"
                 )
             measured = _seeds(chosen["eval_seeds"], task) if chosen["eval_seeds"] else []
             described = json.loads((root / f"description/task_instruction/{task}.json").read_text())
@@ -122,7 +122,8 @@ class RoboTwin(Simulator):
                 self._env.setup_demo(now_ep_num=trial, seed=seed, is_test=True, **self._arguments)
         except self._unstable as error:
             raise ValueError(
-                f"{self.spec.name}: the seed {seed} cannot be used ({error}); remove it from `seeds`"
+                f"{self.spec.name}: the seed {seed} cannot be used ({error}); remove it from the file `seeds` or "
+                "`eval_seeds`"
             ) from error
         self._open = True
 
@@ -176,7 +177,8 @@ def _root(configured: str | None) -> Path:
     if configured is None or not (root / CONFIGURATION).is_dir():
         raise FileNotFoundError(
             f"RoboTwin: the setting root is {configured!r}, which is not a checkout of RoboTwin with {CONFIGURATION}; "
-            "run `git clone https://github.com/RoboTwin-Platform/RoboTwin`, then follow its installation"
+            "run `git clone https://github.com/RoboTwin-Platform/RoboTwin`, follow its installation, and set `root` to "
+            "its folder"
         )
     return root
 
@@ -187,8 +189,8 @@ def _seeds(file: str | None, task: str) -> list[int]:
     listed = json.loads(Path(file).expanduser().read_text())
     if task not in listed:
         raise ValueError(
-            f"RoboTwin: {file} has no seeds for the task {task!r}, only for {', '.join(listed)}; choose one of these "
-            "tasks, or name a file with this task in `seeds`"
+            f"RoboTwin: {file} has no seeds for the task {task!r}, only for {', '.join(listed) or 'none'}; choose one "
+            "of these tasks, or add the task to the file"
         )
     return list(listed[task]["success_seeds"])
 

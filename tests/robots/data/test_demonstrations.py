@@ -83,7 +83,7 @@ def test_one_demonstration_is_read_at_a_time(tmp_path):
     (tmp_path / "000001.safetensors").write_bytes(b"no such thing")
     reader = open_demonstrations(tmp_path)
     assert same(next(reader), demonstration())
-    with pytest.raises(DataError, match=r"000001.safetensors: this file is damaged"):
+    with pytest.raises(DataError, match=r"000001.safetensors: this file cannot be read"):
         next(reader)
 
 

@@ -205,8 +205,8 @@ STEP = {"kind": "step", "slot": 0, "executed": 2, "success": False, "over": Fals
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"entries": []}, "must have a list of as many entries"),
-        ({"entries": [STEP | {"slot": 1}]}, "the entry of slot 0 must be"),
+        ({"entries": []}, "must have a list of as many entries, not a list of 0"),
+        ({"entries": [STEP | {"slot": 1}]}, "must have slot 0 and kind step or failed, not slot 1 and"),
         ({"entries": [STEP | {"executed": 3}]}, "the number of actions executed"),
         ({"entries": [STEP | {"success": True}]}, "succeeded but is not over"),
         ({"entries": [{"kind": "failed", "slot": 0, "problem": "crash", "text": ""}]}, "`problem` of a failed slot"),

@@ -253,7 +253,7 @@ def test_when_no_process_works_any_more_the_run_ends_with_what_they_said() -> No
     shown = str(caught.value)
     assert (
         f"simulator '{LINE}' in megarl's own interpreter: "
-        "every simulator process in use, 2 in all, failed 2 times in a row" in shown
+        "every simulator process in use, 2 in all, failed at least 2 times in a row" in shown
     )
     assert "trial" in shown
     assert "reason:  its process ended (exit code 7) during step" in shown

@@ -122,7 +122,7 @@ def test_what_the_environment_does_not_have_is_refused(packages, monkeypatch) ->
         IsaacLab(TASK, SETTINGS | {"cameras": ["front"]}, 2)
     with pytest.raises(ValueError, match="takes actions of 7 numbers, but `action_dim` in the setting `tasks` is 8"):
         IsaacLab(TASK, SETTINGS | {"tasks": {TASK: FACTS | {"action_dim": 8}}}, 2)
-    with pytest.raises(ValueError, match="allowed: instruction, max_steps, action_dim, state_dim"):
+    with pytest.raises(ValueError, match="needed: exactly instruction, max_steps, action_dim, state_dim"):
         IsaacLab.tasks({"tasks": {TASK: {"instruction": "stack"}}})
     with pytest.raises(SettingError, match="one environment, and so one task, in a process"):
         IsaacLab.tasks({"tasks": {TASK: FACTS, "Isaac-Lift-Cube-Franka-v0": FACTS}})

@@ -166,7 +166,7 @@ def test_what_cannot_be_played_is_named(settings):
         simulator.reset(2)
     with pytest.raises(ValueError, match="trial 3; allowed: 0 to 2"):
         simulator.reset(3)
-    with pytest.raises(ValueError, match="RoboTwin has no task 'click'"):
+    with pytest.raises(ValueError, match="has a limit of steps for the task 'click'"):
         RoboTwin.tasks({**settings, "tasks": ["click"]})
     with pytest.raises(FileNotFoundError, match="is not a checkout"):
         RoboTwin.tasks({**settings, "root": None})

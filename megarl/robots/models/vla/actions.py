@@ -176,10 +176,10 @@ class ActionCodec:
         ids = np.asarray(tokens)
         if ids.ndim == 0 or ids.shape[-1] % self.dim or not ids.shape[-1]:
             raise DataError(
-                "the number of tokens is not a multiple of the tokens of an action",
+                "the number of tokens is 0, or is not a multiple of the tokens of an action",
                 where="tokens",
                 found=f"shape {list(ids.shape)}",
-                allowed=f"[..., K * {self.dim}]: an action has {self.dim} numbers in the statistics",
+                allowed=f"[..., K * {self.dim}], with K above 0: an action has {self.dim} numbers in the statistics",
             )
         numbers = self.tokens.decode(ids).reshape(*ids.shape[:-1], -1, self.dim)
         return self.gripper.to_simulator(self.statistics.denormalise(numbers))

@@ -67,15 +67,16 @@ def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., 
             where="model.tokenizer",
             found=prompt_text(instruction, family),
             allowed="its words or characters",
-            fix="add them to model.tokenizer ('words:...', 'chars:...')",
+            fix="use the policy's own tokenizer, or add them to that of a new policy ('words:...', 'chars:...')",
         )
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
         raise ConfigError(
             "the tokenizer has no BOS token",
-            where="tokenizer.bos_token",
-            allowed="a token; the pictures of a policy call stand after it",
-            fix="use the policy's own tokenizer (model.tokenizer)",
+            where="model.tokenizer",
+            found="bos_token: null",
+            allowed="a tokenizer with a bos_token; the pictures of a policy call stand after it",
+            fix="use the policy's own tokenizer",
         )
     if ids[:1] != [bos]:
         ids.insert(0, bos)

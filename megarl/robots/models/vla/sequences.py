@@ -97,7 +97,8 @@ class VLALayout:
         if len(wrong):
             count = int(batch["response_ids"].lengths[int(wrong[0])])
             raise ValueError(
-                f"policy call {int(wrong[0])} has {count} tokens for {self.chunk} actions of {self.dim} numbers"
+                f"policy call {int(wrong[0])} has {count} tokens; allowed: {self.dim * self.chunk}, for {self.chunk} "
+                f"actions of {self.dim} numbers"
             )
         return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
 

@@ -84,7 +84,7 @@ def test_bos_and_the_last_token_are_there_once(name):
 
 
 def test_a_tokenizer_without_bos_is_refused():
-    with pytest.raises(ConfigError, match=r"tokenizer\.bos_token"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: the tokenizer has no BOS token"):
         prompt_ids("abc", FAMILIES["openvla"], lambda text: {"input_ids": [5]})
 
 

@@ -182,7 +182,7 @@ def test_splitting_episodes_leaves_a_step_alone_and_so_does_the_layout(tmp_path)
             lambda ids: ids.index_fill(0, torch.tensor([8]), 5),
             "call 1: token 2 is 5, not a token of 64 to 319",
         ),
-        ("lengths", lambda ids: ids[:-1], "call 11 has 5 tokens for 3 actions of 2 numbers"),
+        ("lengths", lambda ids: ids[:-1], "call 11 has 5 tokens; allowed: 6, for 3 actions of 2 numbers"),
     ],
 )
 def test_tokens_that_are_no_actions_are_refused(tmp_path, method, change, text) -> None:
