@@ -72,11 +72,11 @@ def patch(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> Non
     """Write the result of `diff` into `base`, uint8 [n * itemsize] on the CPU.
 
     Raises:
-        ValueError: an element is outside of `base`.
+        ValueError: an element is outside of `base`, or `values` does not have `itemsize` bytes per element.
     """
     if len(values) != len(distances) * itemsize:
         raise ValueError(
-            f"a delta has {len(distances)} distances between changed elements but {len(values)} bytes of values"
+            f"a delta with {len(distances)} changed elements has {len(values)} bytes of values, not {itemsize} for each"
         )
     kernels = _load()
     (patch_reference if kernels is None else kernels.patch)(base, distances, values, itemsize)

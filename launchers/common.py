@@ -204,16 +204,22 @@ def make_run_dir(
     the run whose model they use, they are created in it.
     """
     key = "--run-dir" if run_dir is not None else "tracking.dir" if inside is None else "RECIPE"
-    another = "name another folder" if run_dir is not None else "set tracking.dir to another folder"
+    another = {
+        "--run-dir": "name another folder",
+        "tracking.dir": "set tracking.dir to another folder",
+        "RECIPE": "name another folder with --run-dir",
+    }[key]
     parent = run_dir or inside or Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=parent) as file:  # detects a full or read-only disk before the run starts
             file.write(bytes(_LEAST_ROOM))
     except (FileExistsError, NotADirectoryError) as error:
-        obstacle = next(path for path in (parent, *parent.parents) if path.exists())
+        obstacle = next(path for path in (parent, *parent.parents) if os.path.lexists(path))
         raise ConfigError(
-            "this is a file, but a run needs a folder",
+            "this is a broken link, but a run needs a folder"
+            if obstacle.is_symlink() and not obstacle.exists()
+            else "this is a file, but a run needs a folder",
             where=key,
             found=str(obstacle),
             allowed="a folder, or a path that does not exist yet",
@@ -224,7 +230,7 @@ def make_run_dir(
             f"the run folder cannot be written ({error.strerror or error})",
             where=key,
             found=str(parent),
-            fix=f"free at least {_LEAST_ROOM >> 20} MB there, or {another} on another disk"
+            fix=f"free at least {_LEAST_ROOM >> 20} MB there, or {another}, on another disk"
             if is_full(error)
             else f"{another} that you may write to",
         ) from error

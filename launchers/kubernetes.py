@@ -42,10 +42,10 @@ _POD = {
     "nodeSelector": "launch.kubernetes.node_selector",
 }
 _CONTAINER = {
-    "name": "the launcher's own",
+    "name": "no key; megarl names the container",
     "image": "launch.kubernetes.image",
-    "command": "--job",
-    "args": "--job",
+    "command": "the option --job",
+    "args": "the option --job",
     "env": "launch.kubernetes.environment and secrets",
 }
 _KEY = "launch.kubernetes"
@@ -135,7 +135,7 @@ def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str
     folder = PurePosixPath(run_dir) if run_dir is not None else mount / config.name / stamp
     if mount not in folder.parents or ".." in folder.parts:
         problem = "the run folder must be on the volume that all pods mount"
-        allowed = f"a folder below launch.kubernetes.mount={mount}"
+        allowed = f"a folder below launch.kubernetes.mount={mount}, without .. in its path"
         raise ConfigError(problem, where="--run-dir", found=str(folder), allowed=allowed)
     return KubernetesJob(config, name, folder, command, starts)
 
@@ -166,8 +166,9 @@ def _refuse_credentials(settings: KubernetesConfig) -> None:
             raise ConfigError(
                 "this value does not name a secret",
                 where=f"launch.kubernetes.secrets.{name}",
-                allowed="SECRET/KEY: a secret of the namespace, and a key in it; never the value",
-                fix="create one with kubectl create secret generic SECRET --from-file=KEY=FILE",
+                allowed="SECRET/KEY: a secret of the namespace (lower-case letters, digits, - and .), and a key in it "
+                "(letters, digits, -, _ and .); never the value",
+                fix="write both names; kubectl create secret generic SECRET --from-file=KEY=FILE creates a secret",
             )
 
 
@@ -179,6 +180,7 @@ def _check_settings(config: RunConfig, command: str) -> None:
         raise ConfigError(problem, where="launch.spares", found=spares, fix="set launch.spares=0")
     if settings.image is not None and not _IMAGE.fullmatch(settings.image):
         problem, allowed = "Kubernetes does not accept this image name", "REGISTRY/NAME:TAG"
+        allowed += " in lower case (the tag may have capitals), without a scheme such as docker://"
         raise ConfigError(problem, where="launch.kubernetes.image", found=settings.image, allowed=allowed)
     if settings.memory is not None and quantity(settings.memory) < _LEAST:
         raise ConfigError(
@@ -186,7 +188,7 @@ def _check_settings(config: RunConfig, command: str) -> None:
             where="launch.kubernetes.memory",
             found=f"{settings.memory}, in bytes" if settings.memory.isdecimal() else settings.memory,
             allowed="16Mi or more",
-            fix="add a unit, such as 512Gi",
+            fix="name more memory, with a unit, such as 512Gi",
         )
     for name, key in (("cpu", "cpus_per_node"), ("memory", "memory"), ("nvidia.com/gpu", "gpus_per_node")):
         if name in settings.resources:
@@ -199,11 +201,12 @@ def _check_settings(config: RunConfig, command: str) -> None:
     needed, given = gpus_of_a_node(config, command), settings.gpus_per_node
     if config.cluster.device_memory_gb is not None and given is not None and 0 < given < needed:
         raise ConfigError(
-            f"the run needs {count(needed, 'GPU')} per pod: one per worker, and those of its servers",
+            f"the run needs {count(needed, 'GPU')} per pod: one per worker, and those of its servers, counted from "
+            "GPU 0",
             where="launch.kubernetes.gpus_per_node",
             found=given,
             allowed=f"{needed} or more; 0 if resources or claims request GPUs",
-            fix="request as many, or use more pods: cluster.nnodes",
+            fix=f"set launch.kubernetes.gpus_per_node={needed}, or divide the workers among more pods: cluster.nnodes",
         )
 
 
@@ -224,13 +227,19 @@ def check_fields(settings: KubernetesConfig, launcher: str) -> None:
     resources = settings.container.get("resources") or {}
     if not isinstance(resources, dict):
         problem = "invalid resources of a container"
-        raise ConfigError(problem, where=f"{_KEY}.container.resources", found=resources, allowed="claims, a list")
+        raise ConfigError(
+            problem, where=f"{_KEY}.container.resources", found=resources, allowed="a mapping: claims: [...]"
+        )
     places = (("pod", settings.pod, _POD), ("container", settings.container, _CONTAINER))
     others = {name: "launch.kubernetes.resources" for name in resources if name != "claims"}
     for place, fields, keys in (*places, ("container.resources", resources, others)):
         for name in fields:
             if name in keys:
-                raise ConfigError("other keys set this field", where=f"{_KEY}.{place}.{name}", fix=f"see {keys[name]}")
+                raise ConfigError(
+                    "megarl sets this field itself",
+                    where=f"{_KEY}.{place}.{name}",
+                    fix=f"remove it; what sets it: {keys[name]}",
+                )
     for name in ("hostname", "subdomain") if launcher == "torchrun" else ():
         if name in settings.pod:
             raise ConfigError(
@@ -338,19 +347,20 @@ def _launcher(config: RunConfig, requested: str | None) -> str:
     needed = {"jobset": "torchrun", "rayjob": "ray"}[kind] if kind else "ray" if teams or named == "ray" else "torchrun"
     if teams and needed != "ray":
         raise ConfigError(
-            "torchrun starts only one team, but this run has several",
+            "the teams of placement.teams or placement.auto need Ray, but a jobset starts its workers with torchrun",
             where="launch.kubernetes.kind",
             found=kind,
             allowed="rayjob, or null",
             fix="set launch.kubernetes.kind=rayjob",
         )
     if requested not in (None, needed) and not (requested == "local" and needed == "torchrun"):
+        other = "rayjob" if requested == "ray" else "jobset"
         raise ConfigError(
-            f"this kind of job starts its workers with {needed}",
+            f"{'a run with teams' if teams else f'a {kind}'} starts its workers with {needed}",
             where="--launcher",
             found=requested,
             allowed=needed,
-            fix="leave --launcher out, or set launch.kubernetes.kind",
+            fix="leave --launcher out" + ("" if teams else f", or set launch.kubernetes.kind={other}"),
         )
     return needed
 
@@ -398,9 +408,10 @@ def create(job: KubernetesJob) -> str:
         ) from error
     if done.returncode:
         raise UserError(
-            f"the cluster refuses the job: {done.stderr.strip()}",
+            f"kubectl could not create the job: {done.stderr.strip()}",
             where="kubectl create",
-            fix="correct the keys of launch.kubernetes that it names; `megarl launch --dry-run` shows the manifest",
+            fix="correct the keys of launch.kubernetes that it names (`megarl launch --dry-run` shows the manifest); "
+            "if it names none, check with kubectl that the cluster replies and has JobSet or KubeRay",
         )
     return done.stdout.strip()
 

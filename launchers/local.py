@@ -37,7 +37,7 @@ def start(job: Job) -> Workers:
             where="cluster.nnodes",
             found=cluster.nnodes,
             allowed="1",
-            fix="use --launcher torchrun or --launcher ray",
+            fix="use --launcher ray" if job.separate else "use --launcher torchrun or --launcher ray",
         )
     shared = os.environ | process_environment(job.config, cluster.nproc) | own_environment(job) | {JOB_BEGAN: job.began}
     warn_of_few_cores(job, shared, cluster.nproc)

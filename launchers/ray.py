@@ -174,7 +174,8 @@ class RayWorkers:
         except ray.exceptions.GetTimeoutError as error:
             limit = f"cluster.start_timeout_s = {self._limit_s:g} s"
             raise WorkerError(
-                f"processes that Ray started did not reply within {limit}; raise it if this machine is slow or busy"
+                f"processes that Ray started did not reply within {limit}; raise this key if the machines are slow or "
+                "busy"
             ) from error
 
     def _within_shared_memory(self, wanted: int) -> int:
@@ -201,7 +202,7 @@ class RayWorkers:
         self._group = ray.util.placement_group(reservation.bundles, strategy=reservation.strategy)
         if not self._group.wait(self._seconds_left()):
             raise WorkerError(
-                f"Ray did not free {len(reservation.bundles)} x {reservation.bundles[0]} within "
+                f"Ray did not reserve {len(reservation.bundles)} bundles such as {reservation.bundles[0]} within "
                 f"cluster.start_timeout_s = {self._limit_s:g} s; available are {ray.available_resources()}. End jobs "
                 "that use the rest, or raise this key to wait longer"
             )

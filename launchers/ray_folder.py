@@ -46,7 +46,7 @@ def make_ray_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # created with mode 0700, and never an existing folder
     except OSError as error:
         problem = f"Ray's folder cannot be created ({error.strerror})"
-        fix = "set RAY_TMPDIR to a folder that you may write to"
+        fix = "set RAY_TMPDIR to a folder that you may write to, on a disk with free space"
         raise UnavailableError(problem, where=where, found=str(parent), fix=fix) from error
 
 
@@ -62,7 +62,7 @@ def _refuse_shared_folder(parent: Path) -> None:
                 found=f"{folder}, mode {stat.S_IMODE(status.st_mode):04o}, of user {status.st_uid}",
                 allowed="a folder of yours or of root; without the sticky bit neither it nor a folder above may "
                 "be writable for all",
-                fix=f"chmod o-w {folder}, or set RAY_TMPDIR to a folder of yours",
+                fix=f"{'' if foreign else f'chmod o-w {folder}, or '}set RAY_TMPDIR to a folder of yours",
             )
 
 

@@ -87,7 +87,8 @@ def _read(file: Path) -> dict[str, SlurmConfig]:
     if not file.is_file():
         if named := os.environ.get("MEGARL_CLUSTERS"):
             fix = "correct the path, or unset the variable"
-            raise ConfigError("the site file does not exist", where="MEGARL_CLUSTERS", found=named, fix=fix)
+            problem = "the site file is a folder" if file.is_dir() else "the site file does not exist"
+            raise ConfigError(problem, where="MEGARL_CLUSTERS", found=named, fix=fix)
         return {}
     try:
         data: Any = read_yaml(file).data
@@ -96,7 +97,8 @@ def _read(file: Path) -> dict[str, SlurmConfig]:
         if no_mapping and error.found is None:  # a file with only comments lists no clusters
             return {}
         problem = "invalid file of clusters" if no_mapping else error.what
-        raise ConfigError(problem, where=error.where, found=error.found, allowed=_FORM) from error
+        fix = None if no_mapping else error.fix
+        raise ConfigError(problem, where=error.where, found=error.found, allowed=_FORM, fix=fix) from error
     return {name: _cluster(file, name, values) for name, values in data.items()}
 
 

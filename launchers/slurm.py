@@ -229,7 +229,10 @@ def components(config: RunConfig, job: str) -> list[Component]:
         where = f"launch.slurm.teams.{name}"
         if name not in named:
             raise ConfigError(
-                "placement does not have this team", where=where, found=name, allowed=sorted(named) or "none"
+                "placement.teams does not have this team",
+                where=where,
+                found=name,
+                allowed=sorted(named) or "no name, because placement.teams is empty",
             )
         devices = named[name].devices
         if devices % settings.nodes:
@@ -244,7 +247,9 @@ def components(config: RunConfig, job: str) -> list[Component]:
     workers = cluster.nproc - sum(part.workers for part in apart)
     if apart and (nodes < 1 or workers < 1 or workers % nodes):
         raise ConfigError(
-            "the workers of teams without nodes of their own do not divide evenly over the nodes that are left",
+            "launch.slurm.teams leaves no node or no worker for the other teams"
+            if nodes < 1 or workers < 1
+            else "the workers of teams without nodes of their own do not divide evenly over the nodes that are left",
             where="launch.slurm.teams",
             found=f"{workers} workers on {nodes} of cluster.nnodes = {cluster.nnodes}",
             allowed="at least one team and one node that launch.slurm.teams does not name, and equally many workers on "

@@ -73,7 +73,7 @@ def check_settings(job: Submission) -> None:
 def _check_parts(job: Submission, parts: list[Component]) -> None:
     if len(parts) > 1 and job.launcher != "ray":
         problem = "nodes of different kinds run different teams, which needs Ray"
-        raise ConfigError(problem, where="launch.slurm.teams", found=job.launcher, fix="set launch.launcher=ray")
+        raise ConfigError(problem, where="launch.slurm.teams", found=job.launcher, fix="use --launcher ray")
     if len(parts) > 1 and job.config.launch.spares:
         raise ConfigError(
             "a heterogeneous job cannot have spare nodes",
@@ -90,11 +90,13 @@ def _check_gpus(config: RunConfig, parts: list[Component]) -> None:
         needed, gres, given = part.gpus, gres_of(config, part), _asked_gpus(config, part)
         if 0 < given < needed:
             raise ConfigError(
-                f"the run needs {count(needed, 'GPU')} per node: one per worker, and those of its servers",
+                f"the run needs {count(needed, 'GPU')} per node: one per worker, and those of its servers, counted "
+                "from GPU 0",
                 where=f"{_section(part)}.{'gpus_per_node' if gres is None else 'gres'}",
                 found=given if gres is None else gres,
                 allowed=f"{needed} or more; 0 if options request GPUs, or nodes are allocated whole",
-                fix="request as many, or use more nodes: cluster.nnodes",
+                fix="request as many, or divide the workers among more nodes: "
+                + (f"{_section(part)}.nodes and cluster.nnodes" if part.team else "cluster.nnodes"),
             )
 
 
@@ -115,7 +117,8 @@ def _check_options(config: RunConfig, parts: list[Component]) -> None:
             problem = "launch.slurm.gres is also set, but sbatch accepts only one"
             fix = "put all resources into launch.slurm.gres"
         elif gpus and (name in _FOR_GPUS or (name in ("--gres", "--tres-per-task") and gres_gpus(value) is not None)):
-            problem, allowed = "GPUs are requested twice", "options that request none, or launch.slurm.gpus_per_node=0"
+            problem = "GPUs are requested twice"
+            allowed = "options that request none" + ("" if gres else ", or launch.slurm.gpus_per_node=0")
             fix = "remove it; launch.slurm.gpus_per_node sets the number of GPUs per node, launch.slurm.gres the kind"
         else:
             continue
@@ -138,10 +141,10 @@ def _check_image(image: str, is_file: bool, *, apptainer: bool) -> None:
             f"{'apptainer' if apptainer else 'pyxis'} does not accept this image name",
             where="launch.slurm.image",
             found=image,
-            allowed="docker://REGISTRY/NAME:TAG, or a .sif"
+            allowed="docker://REGISTRY/NAME:TAG, another scheme of apptainer, or a .sif"
             if apptainer
             else "[docker://]REGISTRY#NAME:TAG, NAME:TAG of Docker's registry, dockerd://NAME:TAG, or a .sqsh",
-            fix="write the name in this form, or set launch.slurm.container",
+            fix=f"write the name in this form, or set launch.slurm.container={'pyxis' if apptainer else 'apptainer'}",
         )
 
 

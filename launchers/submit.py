@@ -218,10 +218,10 @@ def _ask(program: str, *arguments: str) -> str:
     if done.returncode:
         lines = dict.fromkeys(line.partition("error: ")[2] or line for line in done.stderr.splitlines() if line.strip())
         raise UnavailableError(
-            f"Slurm does not reply: {'; '.join(lines)}",
+            f"{program} failed: {'; '.join(lines) or f'exit code {done.returncode}'}",
             where=" ".join([program, *arguments]),
-            fix="Slurm's commands are installed, but not the cluster's slurm.conf, or its controller is not running: "
-            f"run this where {program} works; --dry-run shows the script anywhere",
+            fix="if slurm.conf is missing here, or Slurm's controller does not reply, run this on a login node of the "
+            "cluster; --dry-run shows the script anywhere",
         )
     return done.stdout
 

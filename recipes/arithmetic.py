@@ -54,7 +54,7 @@ def make_rows(
             {"prompt": f"{a}{op}{b}=", "answer": str(OPERATORS[op](a, b)), "data_source": source} for a, b in pairs
         ]
     if not 0 < held_out < len(rows):
-        raise ValueError(f"held_out must be between 1 and {len(rows) - 1}, not {held_out}")
+        raise ValueError(f"held_out must be above 0 and below the {len(rows)} expressions, not {held_out}")
     random.Random(seed).shuffle(rows)
     return rows[:held_out] if split == "val" else rows[held_out:]
 

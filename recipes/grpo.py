@@ -104,7 +104,11 @@ def add_reward(p: Pipeline, config: RunConfig) -> None:
                 found=f"with the reward {config.reward.described}",
                 allowed="with rewards that are functions, or with the reward http for a served model",
                 fix="remove this setting"
-                + ("" if config.async_.in_order else ", or set async.order=in_order async.max_staleness=0"),
+                + (
+                    ""
+                    if config.async_.in_order or key == "algorithm.advantage.name"
+                    else ", or set async.order=in_order async.max_staleness=0"
+                ),
             )
     p.add(reward.model_score)
     p.add(reward.rule_rewards)

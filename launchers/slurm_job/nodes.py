@@ -127,7 +127,10 @@ class Nodes:
                 words = answer("srun", *ONE_NODE, f"--nodelist={node}", *command).split()
                 address = words[words.index("inet") + 1].partition("/")[0]
         except (KeyError, ValueError) as error:
-            raise CommandFailed(f"the address of the first node, {node}, cannot be read: {error}") from error
+            lacks = (
+                "has no NodeAddr in Slurm" if name is None else f"has no IPv4 address on launch.slurm.interface={name}"
+            )
+            raise CommandFailed(f"the first node, {node}, {lacks}") from error
         return address
 
     def lost_state(self, node: str) -> str:

@@ -90,10 +90,10 @@ class ActionStatistics:
         sizes = {name: list(row.shape) for name, row in [*rows.items(), ("mask", mask)]}
         if len({tuple(size) for size in sizes.values()}) != 1 or mask.ndim != 1 or not mask.size:
             raise DataError(
-                "the lists of the statistics differ in length",
+                "the lists of the statistics differ in length, are empty, or hold lists",
                 where=where,
                 found=sizes,
-                allowed="lists of equal length",
+                allowed="lists of numbers, all of one length above 0",
             )
         if mask.dtype != np.bool_:
             raise DataError(
@@ -205,7 +205,7 @@ class StatisticsCollector:
                     f"{name} have a different shape than expected",
                     where=f"episode {episode}",
                     found=list(table.shape),
-                    allowed=f"[{steps}, {dim}]",
+                    allowed=f"[{steps}, {dim}], each above 0",
                 )
             _finite(table, f"episode {episode}: {name}")
             tables.append(table)
@@ -236,7 +236,9 @@ def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStat
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise DataError(
-            f"cannot read the action statistics: {problem}", where=str(path), fix="copy or download the file again"
+            f"cannot read the action statistics: {problem}",
+            where=str(path),
+            fix="check the path, or copy the file again",
         ) from None
     return parse_statistics(content, str(path), bounds)
 
@@ -245,7 +247,9 @@ def parse_statistics(content: Any, where: str, bounds: Bounds = "q99") -> dict[s
     """Parse the content of a `dataset_statistics.json`; `where` names the file for errors."""
     if not isinstance(content, dict) or not content:
         raise DataError(
-            "the file must map data sets to statistics", where=where, allowed='{"name": {"action": {...}, ...}, ...}'
+            "the file must map at least one data set to its statistics",
+            where=where,
+            allowed='{"name": {"action": {...}, ...}, ...}',
         )
     data_sets = {}
     for name, entry in content.items():

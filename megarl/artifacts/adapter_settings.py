@@ -53,13 +53,13 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
             where=where,
             found=str(folder),
             allowed=f"a folder with {CONFIG} and {TENSORS}",
-            fix="check the path",
+            fix="check the path, or copy the adapter again",
         ) from error
     beyond = next(_beyond_formula(settings), None)
     if beyond is not None:
         key, allowed = beyond
         raise ConfigError(
-            "this adapter does more than add lora_alpha / r * B A",
+            "this adapter does not just add lora_alpha / r * B A to weights",
             where=f"{file}: {key}",
             found=settings[key],
             allowed=allowed,
@@ -71,8 +71,8 @@ def read_settings(folder: Path, where: str) -> dict[str, Any]:
                 "this adapter has no valid scale lora_alpha / r",
                 where=f"{file}: {key}",
                 found=value,
-                allowed="a number above 0",
-                fix="copy the adapter again",
+                allowed="an integer above 0" if key == "r" else "a number above 0",
+                fix="correct the file, or copy the adapter again",
             )
     return settings
 

@@ -119,9 +119,10 @@ def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | No
     if not exact:
         raise ConfigError(
             "the model is quantised in a way that is not supported",
-            where=f"{source}: quantization_config",
+            where=f"{source}: {'quantization_config' if raw.get('quantization_config') else 'compression_config'}",
             found={key: settings[key] for key in _SHOWN if key in settings} or section,
-            allowed="none; fp8 (e4m3) with weight_block_size [rows, columns] and dynamic activations; mxfp4 of gpt_oss",
+            allowed="none; fp8 (e4m3) with weight_block_size [rows, columns], scale_fmt float or none, and "
+            "dynamic activations; mxfp4 of gpt_oss",
             fix="use the unquantised model",
         )
     return int(block[0]), int(block[1])

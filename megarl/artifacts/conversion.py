@@ -61,7 +61,7 @@ def _check_source(source: Path) -> None:
     if not source.is_dir() and is_hub_name(name):
         if hub_snapshot(name) is None and source.parent.is_dir():  # probably a path, not a hub name
             raise ConfigError(
-                "the folder does not exist",
+                _absent(source),
                 where=_WHERE,
                 found=name,
                 allowed=_SOURCES,
@@ -71,12 +71,16 @@ def _check_source(source: Path) -> None:
     refuse_without_model(source, _WHERE, _SOURCES)
 
 
+def _absent(source: Path) -> str:
+    return "this is a file, not a folder" if source.exists() else "the folder does not exist"
+
+
 def refuse_without_model(source: Path, where: str, allowed: str) -> NoReturn:
     """Raise an error for a folder that has no model or does not exist; `where` names the command."""
     newest = [root / f"step_{steps[-1]}" for root in (source, source / "checkpoints") if (steps := steps_in(root))]
     inside = [*newest, *(file.parent for file in source.glob("hf/config.json"))]
     raise ConfigError(
-        "this folder has neither a model nor a checkpoint" if source.is_dir() else "the folder does not exist",
+        "this folder has neither a model nor a checkpoint" if source.is_dir() else _absent(source),
         where=where,
         found=str(source),
         allowed=allowed,

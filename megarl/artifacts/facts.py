@@ -357,7 +357,7 @@ def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
     if not is_hub_name(model.path):
         folder = Path(model.path).expanduser()
         raise ConfigError(
-            "the model folder does not exist",
+            "the model is a file, not a folder" if folder.exists() else "the model folder does not exist",
             where="model.path",
             found=model.path,
             allowed="a folder with config.json and safetensors files, or a hub name such as Qwen/Qwen3-8B",

@@ -49,7 +49,8 @@ def complete_config(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             where=where,
             found=declared,
             allowed=f"a state of {size} numbers, as in {file.name}",
-            fix=f"set use_proprio to true and proprio_dim to {size}, or remove {file.name} if the policy has no state",
+            fix=f"set use_proprio to true and proprio_dim to {size}, without state_dim, or remove {file.name} if the "
+            "policy has no state",
         )
     if "state_dim" in declared:
         return dict(raw)

@@ -113,7 +113,7 @@ def _refuse_keys(config: RunConfig) -> None:
             "ended, with older weights",
             where=KEY,
             found=lag,
-            allowed=f"an integer from 1 on, or 0 with {ORDER}=in_order",
+            allowed=f"1 to {MOST}, or 0 with {ORDER}=in_order",
             fix=f"set {KEY}=1, or {ORDER}=in_order",
         )
     if policy_of(config).copies and config.actor.engine.offloaded:

@@ -172,6 +172,9 @@ def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, wh
     perhaps = next((other.id for other in before if name in other.declared.may_write), None)
     near = close_matches(name, history.available)
     consumer = next((other.id for other in before if name in other.declared.consumes), None)
+    lack = "no node before it writes" + (" in every step" if perhaps is not None else "")
+    if consumer is not None:
+        lack = "a node before it has consumed"
     if writer is not None:
         hint = f"{writer!r} writes it but is listed after {node.id!r}; list it first"
     elif consumer is not None:
@@ -181,7 +184,7 @@ def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, wh
     else:
         hint = f"did you mean {near[0]!r}?" if near else "no node writes it; add a node that does"
     error = MissingFieldError(
-        f"node {node.id!r} reads {name!r}, which no node before it writes",
+        f"node {node.id!r} reads {name!r}, which {lack}",
         where=where,
         found=f"nodes before it: {', '.join(other.id for other in before) or 'none'}",
         allowed=f"fields available there: {', '.join(sorted(history.available)) or 'none'}",

@@ -178,7 +178,7 @@ def _check_trains(contract: Contract, named: tuple[str, ...], where: str) -> Non
     fix = (
         f"declare @stage(..., role={role_named(models[0])!r})"
         if models
-        else "take the model: def ...(c, batch, *, actor)"
+        else f"take the model: def ...(c, batch, *, {role.value if role.value in trained else 'actor'})"
     )
     raise UserError(
         f"this stage trains (kind MODEL_TRAIN, role {role.name}), but does not take the role's model as an argument",

@@ -263,10 +263,10 @@ def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> N
         holders = [name for name, team_roles in named.items() for team_role in team_roles if team_role is role]
         if len(holders) > 1:
             raise ConfigError(
-                f"the role {role.value} is in two teams",
+                f"the role {role.value} is listed more than once",
                 where="placement.teams",
                 found=f"in {' and '.join(holders)}",
-                fix="list it in one team only",
+                fix="list it once, in one team",
             )
         if role in roles and not holders:
             raise ConfigError(
@@ -368,7 +368,7 @@ def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: d
         return
     if nodes[node.id] != nodes[before.id]:
         raise ConfigError(
-            f"node {node.id!r} {why}: both must be in one team",
+            f"node {node.id!r} {why}: it must be in the team of {before.id!r}",
             where="placement.teams",
             found=f"{before.id} in {nodes[before.id]}, {node.id} in {nodes[node.id]}",
             fix=_one_team(before, node),

@@ -245,8 +245,10 @@ def make_policy(settings: StalenessSettings) -> StalenessPolicy:
         kind = import_callable(order, where=ORDER)
     except UserError as error:
         raise ConfigError(error.what, where=ORDER, found=order, allowed=error.allowed, fix=error.fix) from error
-    if not (isinstance(kind, type) and issubclass(kind, StalenessPolicy)) or issubclass(kind, InOrder):
+    if not (isinstance(kind, type) and issubclass(kind, StalenessPolicy)):
         raise _refused(order, "this is not a staleness policy", "derive it from AsReady")
+    if issubclass(kind, InOrder):
+        raise _refused(order, "a staleness policy of your own cannot be derived from InOrder", "derive it from AsReady")
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise _refused(order, f"this policy lacks {', '.join(missing)}", "define it, or derive the class from AsReady")
     try:

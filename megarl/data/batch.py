@@ -159,7 +159,7 @@ class Batch:
         """Split the batch into consecutive parts of these sizes, whose fields are views; the sizes must add up to all
         samples."""
         if sum(sizes) != self._size or any(size < 0 for size in sizes):
-            raise ValueError(f"sizes {list(sizes)} do not add up to {self._size} samples")
+            raise ValueError(f"sizes must be 0 or more and add up to {self._size} samples, got {list(sizes)}")
         ends = list(itertools.accumulate(sizes))
         return [
             self._like(*_cut(self.fields, self._columns, end - size, end))

@@ -49,7 +49,10 @@ def image_folder(config: DataConfig) -> Path | None:
     folder = None if config.image_dir is None else Path(config.image_dir).expanduser()
     if folder is not None and not folder.is_dir():
         raise ConfigError(
-            "the folder of images does not exist", where="data.image_dir", found=str(folder), fix="check the path"
+            "the folder of images is a file" if folder.exists() else "the folder of images does not exist",
+            where="data.image_dir",
+            found=str(folder),
+            fix="check the path",
         )
     return folder
 
@@ -113,7 +116,8 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
     except UnidentifiedImageError as error:
         source.seek(0)
         head = source.read(16)
-        raise DataError("the file is not an image", where=where, found=head, allowed=", ".join(_FORMATS)) from error
+        problem = "the file is not an image in a format that megarl reads"
+        raise DataError(problem, where=where, found=head, allowed=", ".join(_FORMATS)) from error
     except Image.DecompressionBombError as error:
         raise _too_large(str(error), where) from error
     check_size(image.height, image.width, where)
@@ -250,7 +254,8 @@ def path_of(text: str, folder: Path | None, where: str, noun: str = "image", for
             where=where,
             found=text[:60],
             allowed=forms,
-            fix="put data:image/png;base64, before an image in base64" if noun == "image" else "check the path",
+            fix="check the path"
+            + ("; put data:image/png;base64, before an image in base64" if noun == "image" else ""),
         ) from error
     return file if folder is None or file.is_absolute() else folder / file
 

@@ -185,7 +185,7 @@ def response_messages(
         supervised = setting == SFT_RESPONSE
         reader = "supervised fine-tuning and a cold start (sft.steps above 0) read" if supervised else "it is"
         raise DataError(
-            f"wrong type in column {key!r}, which must hold a response to train on",
+            f"column {key!r} does not hold a response to train on",
             where=row.where,
             found="null" if value is None else value,
             allowed="text, an integer, or chat messages that begin and end with the assistant's",
@@ -268,7 +268,7 @@ def _joined(parts: list[Any], number: int, row: Row, column: str, images: bool, 
             raise DataError(
                 f"message {number} in column {column!r} has content that is not text",
                 where=row.where,
-                found=part["type"],
+                found=part if part["type"] == "text" else part["type"],
                 allowed='parts of text: {"type": "text", "text": "..."}',
                 fix=_fix_of(part, videos),
             )
@@ -289,9 +289,9 @@ def _fix_of(part: dict[str, Any], videos: bool) -> str:
 
 def _wrong_type(value: Any, row: Row, column: str) -> DataError:
     return DataError(
-        f"wrong type in column {column!r}",
+        f"column {column!r} holds neither text nor valid chat messages",
         where=row.where,
-        found=value if len(repr(value)) < 200 else type(value).__name__,
+        found="null" if value is None else value if len(repr(value)) < 200 else type(value).__name__,
         allowed=_FORM,
     )
 

@@ -115,10 +115,10 @@ def label_of(row: Row, settings: PreferenceConfig) -> bool:
 
 def _no_response(row: Row, key: str, value: Any) -> DataError:
     return DataError(
-        f"column {key!r} is not a response",
+        f"column {key!r} has no response",
         where=row.where,
-        found=value,
-        allowed="text, or chat messages",
+        found="null" if value is None else value,
+        allowed="text, or chat messages, not empty",
         fix=row.column_fix,
     )
 
@@ -144,12 +144,16 @@ def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chose
     if not talks and shared and chosen[shared - 1] == " ":
         shared -= 1
     if not shared or shared in (len(chosen), len(rejected)):
+        repeated = row.has(config.prompt_key)
         raise DataError(
-            "the row has no prompt: the two responses have no common beginning, or nothing follows it",
+            ("the conversations do not begin with the prompt" if repeated else "the row has no prompt")
+            + ": the two responses have no common beginning, or nothing follows it",
             where=row.where,
             found=f"{settings.chosen_key}: {chosen!r:.80}, {settings.rejected_key}: {rejected!r:.80}",
-            allowed=f"a column {config.prompt_key!r}, or responses with a common beginning",
-            fix="set data.prompt_key to the column of the prompt",
+            allowed="conversations that begin with the same messages of the prompt, or with the assistant's"
+            if repeated
+            else f"a column {config.prompt_key!r}, or responses with a common beginning",
+            fix="correct or remove the row" if repeated else "set data.prompt_key to the column of the prompt",
         )
     values = {
         config.prompt_key: chosen[:shared],

@@ -146,7 +146,10 @@ def read_split(config: DataConfig, split: Split) -> list[Row]:
     sources = config.train_files if split == "train" else config.held_out
     if not sources:
         raise ConfigError(
-            "the recipe names no data", where=f"data.{split}_files", found=[], fix="name at least one source"
+            "the recipe names no data",
+            where=f"data.{split}_files",
+            found=[],
+            fix="name at least one source" + ("" if split == "train" else ", or set data.val_split"),
         )
     files = split if config.val_split is None else "train"
     kwargs = {"split": files, **config.loader_kwargs}  # for pkg.mod:fn sources, whose rows may depend on the split

@@ -178,7 +178,7 @@ def within_limit(config: DataConfig, split: Split, rows: Sequence[Row], ids: Seq
             where=rows[first].where,
             found=f"{len(ids[first])} tokens",
             allowed=f"data.max_prompt_tokens: {limit}",
-            fix=f"raise the limit to {max(map(len, ids))}, or set data.overlong: filter",
+            fix=f"raise the limit to {max(map(len, ids))}" + (", or set data.overlong: filter" if fitting else ""),
         )
     if not fitting:
         raise DataError(

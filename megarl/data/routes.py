@@ -71,10 +71,11 @@ class RouteForm:
         for number, (routes, length, least) in enumerate(zip(known, lengths, read, strict=True)):
             have = 0 if routes is None else len(routes)
             if have < least or (routes is not None and (routes.shape[1] != self.width or routes.dtype != self.dtype)):
+                each = "" if routes is None else f", each {routes.shape[1]} numbers of {routes.dtype}"
                 raise RouteError(
-                    f"the generation engine returned routes of {have} tokens of sample {number}, "
-                    f"{0 if routes is None else routes.shape[1]} numbers each, instead of at least {least} tokens and "
-                    f"{self.width} numbers\n  where:   rollout.replay_routes\n"
+                    f"the generation engine returned routes of {have} tokens of sample {number}{each}, instead of at "
+                    f"least {least} tokens, each {self.width} numbers of {self.dtype}\n"
+                    "  where:   rollout.replay_routes\n"
                     "  fix:     set rollout.replay_routes=false, or use an engine that returns the routes of this model"
                 )
             rows.append(self.empty(length))

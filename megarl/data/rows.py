@@ -82,12 +82,14 @@ class Row(dict):
     def _no_column(self, name: str, key: str, missing: _Missing) -> MissingColumnError:
         within = f" in {missing.before!r}" if missing.before else ""
         if not isinstance(missing.holder, Mapping):
-            kind = "a list" if isinstance(missing.holder, list) else f"{missing.holder!r:.60}"
+            kind = "a list" if missing.holder and isinstance(missing.holder, list) else f"{missing.holder!r:.60}"
             return MissingColumnError(
                 f"no {missing.name!r}{within}, which is {kind}",
                 where=self.where,
                 found=f"{key}: {name}",
-                allowed=f"0 to {len(missing.holder) - 1}, or -1" if isinstance(missing.holder, list) else None,
+                allowed=f"0 to {len(missing.holder) - 1}, or -1"
+                if isinstance(missing.holder, list) and missing.holder
+                else None,
                 fix=f"set {key} to the column with the value",
             )
         near = close_matches(missing.name, missing.holder)
@@ -241,7 +243,7 @@ def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
     raise DataError(
         f"column {column!r} contains a value that is not plain data",
         where=row.where,
-        found=type(value).__name__,
+        found="an object with a name that is not text" if isinstance(value, Mapping) else type(value).__name__,
         allowed="text, numbers, true, false, null, and lists and objects of these",
         fix="leave the column out, or convert it in a pkg.mod:fn source",
     )

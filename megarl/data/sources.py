@@ -26,6 +26,7 @@ from megarl.system.errors import (
     close_matches,
     describe,
     encoding_fix,
+    relative_path_fix,
     text_of,
 )
 from megarl.system.imports import import_module
@@ -78,7 +79,7 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
     else:
         raise _missing(path)
     if not rows:
-        raise DataError("the source has no rows", where=source, fix="check that the file was written to the end")
+        raise DataError("the source has no rows", where=source, fix="write rows to it, or name another source")
     return rows
 
 
@@ -127,7 +128,7 @@ def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
             raise ConfigError(
                 "no data source takes this argument",
                 where=f"data.loader_kwargs.{name}",
-                allowed=known or "nothing: no source is a pkg.mod:fn",
+                allowed=known or "nothing: no source is a pkg.mod:fn with arguments",
                 fix=f"did you mean {near[0]!r}?"
                 if near
                 else "remove it; loader_kwargs: !replace {} removes those of the recipe that yours extends",
@@ -169,7 +170,9 @@ def _missing(path: Path) -> DataError:
         allowed=FORMS,
         fix=f"did you mean {path.parent / near[0]}?"
         if near
-        else "check the path; it is relative to the working folder",
+        else "check the path"
+        if path.is_absolute()
+        else relative_path_fix(),
     )
 
 
@@ -508,7 +511,10 @@ def _read_dataset(source: str, name: str, config: str | None, split: str | None)
         ) from error
     if isinstance(data, dict):
         raise DataError(
-            "the dataset has several splits", where=source, found=list(data), fix=f"name one: {name}@{next(iter(data))}"
+            "the dataset consists of splits, and the source names none",
+            where=source,
+            found=list(data),
+            fix=f"name one: {name}@{next(iter(data))}",
         )
     return [_row_of_table(value, source, number) for number, value in enumerate(values, 1)]
 

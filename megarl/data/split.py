@@ -46,8 +46,8 @@ def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Ro
         "no prompt is held out" if split == "val" else "every prompt is held out, so none is left to train on",
         where=_KEY,
         found=f"{config.val_split:g} of {len(different)} different prompts",
-        allowed="a share between 0 and 1, or a number of prompts that leaves some to train on",
-        fix="choose another share, or name separate files in data.val_files",
+        allowed="a share below 1, or a number of prompts, that holds out at least one prompt and leaves at least one",
+        fix="choose another value, or name separate files in data.val_files",
     )
 
 

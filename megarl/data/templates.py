@@ -297,11 +297,13 @@ class ChatTemplate:
             return self._tools.schemas
         if self._tools != NO_TOOLS or not self.writes_tools:
             raise DataError(
-                "column 'tools' lists tools, but the environment has other tools"
+                "column 'tools' lists tools, but the environment has its own tools"
                 if self._tools != NO_TOOLS
                 else "column 'tools' lists tools, but the chat template does not write them",
                 where=row.where,
-                fix=f"remove the column, or set {_OVERRIDE} to a template that writes them",
+                fix="remove the column, or use an environment without tools"
+                if self._tools != NO_TOOLS
+                else f"remove the column, or set {_OVERRIDE} to a template that writes them",
             )
         return tools
 
@@ -329,7 +331,7 @@ class ChatTemplate:
                         where=row.where,
                         found=message[key],
                         allowed="message keys that the template writes",
-                        fix=f"remove the key from the row, or set {_OVERRIDE} to a template that writes it",
+                        fix=f"remove the key or message from the row, or set {_OVERRIDE} to a template that writes it",
                     )
 
 

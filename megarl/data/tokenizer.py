@@ -56,7 +56,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "the tokenizer has no end token, so no response could ever end",
-            where="model.tokenizer",
+            where=key,
             found=name,
             fix="set eos_token in its tokenizer_config.json",
         )

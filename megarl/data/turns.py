@@ -179,7 +179,7 @@ class Turns:
             raise ConfigError(
                 "the environment returned chat messages, but no chat template is used to turn them into tokens",
                 where="data.chat_template",
-                found=False,
+                found="no chat template is used",
                 fix="set data.chat_template=true or data.override_chat_template, or return text from the environment",
             )
         return self._render(messages)

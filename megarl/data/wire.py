@@ -318,7 +318,7 @@ def open_block(block: Block) -> Opened:
     first = block.parts[0]
     length = int.from_bytes(first[:8].tobytes(), "little")
     if not 0 < length <= len(first) - 8:
-        raise ValueError(f"the bytes are not a batch: a header of {length} bytes does not fit into {len(block)} bytes")
+        raise ValueError(f"the bytes are not a batch: {len(block)} bytes cannot begin with a header of {length} bytes")
     entries = json.loads(first[8 : 8 + length].tobytes())
     parts = [first[8 + length :], *block.parts[1:]]
     bare = Opened(entries, parts, [0, *accumulate(map(len, parts))], {}, {})

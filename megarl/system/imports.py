@@ -86,8 +86,8 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
         fix = "install the module, put its folder on PYTHONPATH, or correct the name"
         if isinstance(error, ModuleNotFoundError) and error.name in _MOVED:
             fix = f"import {_MOVED[error.name]}, which was called {error.name}"
-        elif is_file:
-            fix = "correct the file"
+        elif is_file or not isinstance(error, ImportError):
+            fix = f"correct the {'file' if is_file else 'module'}"
         line = location(error, str(Path(module_name).expanduser().resolve()) if is_file else "")
         raise UserError(
             f"{'file' if is_file else 'module'} {module_name!r} does not import: {describe(error)}"
@@ -106,8 +106,8 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
                 f"{holder!r} has no {part!r}",
                 where=where,
                 found=path,
-                allowed=public or "the module defines no function",
-                fix=f"did you mean {' or '.join(near)}?" if near else "name one of these",
+                allowed=public or f"nothing: {holder} defines no function",
+                fix=f"did you mean {' or '.join(near)}?" if near else "name one of these" if public else "define it",
             )
         target, holder = getattr(target, part), part
     if not callable(target):

@@ -182,7 +182,9 @@ class OffloadSchedule:
         """
         wanted = needed(name, role, self._further, colocated=self._servers is not None)
         if self._servers is not None and name in _GENERATES and not self._published:
-            raise RuntimeError(f"phase {name!r} needs the servers' weights, which were dropped: call `publish` first")
+            raise RuntimeError(
+                f"phase {name!r} needs the servers' weights, which were dropped: enter phase `publish` first"
+            )
         self._open.append((name, wanted))
         try:
             self._settle()

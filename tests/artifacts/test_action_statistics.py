@@ -112,7 +112,7 @@ def test_a_published_file_may_lack_a_mask_and_have_more(tmp_path):
     ("content", "message"),
     [
         ("{", r"dataset_statistics\.json: cannot read the action statistics"),
-        ("[]", r"dataset_statistics\.json: the file must map data sets to statistics"),
+        ("[]", r"dataset_statistics\.json: the file must map at least one data set to its statistics"),
         ({"goal": {}}, r"json: goal: the statistics of this data set have no 'action'"),
         ({"goal": {"action": {"mean": [0]}}}, r"json: goal\.action: the statistic 'std' is missing"),
         (

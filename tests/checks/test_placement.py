@@ -69,7 +69,7 @@ def test_other_commands_have_one_team_of_all_workers(config_of, job):
         (
             [*GRPO, *TWO, "placement.teams.frozen.roles=[reference, rollout]"],
             "placement.teams",
-            ["rollout is in two teams", "train and frozen"],
+            ["rollout is listed more than once", "train and frozen"],
         ),
         (
             [*GRPO, "placement.teams.train={roles: [actor, rollout], devices: 4}"],

@@ -101,7 +101,11 @@ def test_good_rows_pass(check):
             ["train.jsonl:2", "longer than the limit", "raise the limit to 6"],
         ),
         ([{"prompt": chat("1+1="), "answer": "2"}], [], ["train.jsonl:1", "no chat template is used"]),
-        ([{"prompt": 3, "answer": "2"}], [], ["train.jsonl:1", "wrong type in column 'prompt'"]),
+        (
+            [{"prompt": 3, "answer": "2"}],
+            [],
+            ["train.jsonl:1", "column 'prompt' holds neither text nor valid chat messages"],
+        ),
         ([{"prompt": "", "answer": "2"}], [], ["train.jsonl:1", "the text has no tokens"]),
         ([GOOD], ["data.chat_template=true"], ["data.chat_template", "has no chat template"]),
         ([GOOD], ["data.format_prompt={{ contant }}"], ["train.jsonl:1", "data.format_prompt fails on this row"]),
@@ -110,13 +114,17 @@ def test_good_rows_pass(check):
             [{"prompt": "1+1=", "answer": None}],
             ["sft.steps=1", "reward.name=format"],  # a reward that reads no answers
             [
-                "wrong type in column 'answer', which must hold a response to train on",
+                "column 'answer' does not hold a response to train on",
                 "found:   'null'",
                 "fix:     write the response into the column, or remove the row",
                 "a cold start (sft.steps above 0) read the column of sft.response_key",
             ],
         ),
-        ([{"prompt": "1+1=", "answer": 0.5}], ["sft.steps=1"], ["train.jsonl:1", "wrong type in column 'answer'"]),
+        (
+            [{"prompt": "1+1=", "answer": 0.5}],
+            ["sft.steps=1"],
+            ["train.jsonl:1", "column 'answer' does not hold a response"],
+        ),
         (
             [GOOD],
             ["data.val_files=[train.jsonl]", "data.max_prompt_tokens=3"],
@@ -315,7 +323,7 @@ def test_what_a_chat_template_writes_is_left_to_the_workers(check, tmp_path):
     real.save_pretrained(tmp_path / "tokenizer")
     chats = ["model.tokenizer=tokenizer", "data.chat_template=true", "data.overlong=error"]
     check([{"prompt": chat("<think>hm</think> 1+1="), "answer": "2"}], *chats)
-    with pytest.raises(DataError, match="wrong type in column 'prompt'"):
+    with pytest.raises(DataError, match="column 'prompt' holds neither text nor valid chat messages"):
         check([{"prompt": [{"role": "user"}], "answer": "2"}], *chats)
 
 

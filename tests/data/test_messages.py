@@ -82,8 +82,8 @@ def test_messages_from_someone_are_messages(prompts):
             "has content that is not text(?s:.*)image_url",
         ),
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "message 1 (?s:.*)input_audio"),
-        ({"role": "user", "content": []}, "wrong type in column 'prompt'"),
-        ({"role": "user", "content": None}, "wrong type in column 'prompt'"),
+        ({"role": "user", "content": []}, "column 'prompt' holds neither text nor valid chat messages"),
+        ({"role": "user", "content": None}, "column 'prompt' holds neither text nor valid chat messages"),
         ({"from": "function_call", "value": "{}"}, "unknown sender(?s:.*)function_call(?s:.*)human"),
         ({**USER, "weight": 1}, "has an invalid weight"),
         ({**USER, "name": "Ann"}, "leaves out 'name' of message 1, the user's(?s:.*)Ann"),
@@ -166,7 +166,7 @@ def test_tools_of_a_row_are_announced(tmp_path, tokenizer):
         texts(add, override_chat_template="{{ messages[0].content }}")
     with pytest.raises(DataError, match="column 'tools' is not a list of tools"):
         texts("a calculator")
-    with pytest.raises(DataError, match="the environment has other tools"):
+    with pytest.raises(DataError, match="the environment has its own tools"):
         texts(add, run=Announcement(add))
 
 

@@ -227,7 +227,7 @@ def test_missing_column_names_the_row(tmp_path, tokenizer, key):
 
 @pytest.mark.parametrize("value", [3, None, [], ["a"], [{"role": "user"}], [{"role": "user", "content": ["x"]}]])
 def test_a_prompt_of_the_wrong_type_names_the_row(tmp_path, tokenizer, value):
-    with pytest.raises(DataError, match=r"train.jsonl:1: wrong type in column 'prompt'"):
+    with pytest.raises(DataError, match=r"train.jsonl:1: column 'prompt' holds neither text nor valid chat messages"):
         dataset(tmp_path, tokenizer, [{"prompt": value, "answer": ""}])
 
 

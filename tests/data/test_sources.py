@@ -166,7 +166,7 @@ def test_folders_of_save_to_disk(tmp_path):
     )
     assert load_rows(str(tmp_path / "one")) == [{"a": 1}]
     assert load_rows(f"{tmp_path}/two@test") == [{"a": 2}]
-    with pytest.raises(DataError, match="several splits"):
+    with pytest.raises(DataError, match="consists of splits, and the source names none"):
         load_rows(str(tmp_path / "two"))
 
 

@@ -65,7 +65,7 @@ def test_a_full_disk_is_found_before_the_run(tmp_path: Path, monkeypatch: pytest
         ConfigError, match=r"^tracking.dir: (?s:.*)No space left on device(?s:.*)free at least 1 MB there"
     ):
         make_run_dir(config(tmp_path))
-    with pytest.raises(ConfigError, match=r"^RECIPE: (?s:.*)set tracking.dir to another folder on another disk"):
+    with pytest.raises(ConfigError, match=r"^RECIPE: (?s:.*)name another folder with --run-dir, on another disk"):
         make_run_dir(config(tmp_path), job="eval", inside=tmp_path)
 
 

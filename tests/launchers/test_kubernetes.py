@@ -386,7 +386,7 @@ def test_the_recipe_in_the_objects_is_the_one_that_is_run(tmp_path):
     [
         ((), {}, r"launch\.kubernetes\.image(?s:.*)launch\.kubernetes\.claim"),
         (NEEDED[:1], {}, r"launch\.kubernetes\.claim(?s:.*)a PersistentVolumeClaim, ReadWriteMany"),
-        ((*NEEDED, "launch.kubernetes.memory=512"), {}, "add a unit, such as 512Gi"),
+        ((*NEEDED, "launch.kubernetes.memory=512"), {}, "with a unit, such as 512Gi"),
         ((*NEEDED, "launch.spares=1"), {}, "launch.spares"),
         ((*NEEDED, "launch.kubernetes.resources={cpu: 4}"), {}, "launch.kubernetes.cpus_per_node"),
         ((*NEEDED, "launch.kubernetes.environment={NODE_RANK: 0}"), {}, "the job itself sets"),

@@ -179,7 +179,7 @@ def test_a_base_that_is_not_there_is_to_be_corrected_in_the_adapter(tmp_path):
         ({}, {"rank": 8}, ["model.lora.rank", "set model.lora.rank=4"]),
         ({}, {"alpha": 4.0}, ["model.lora.alpha", "6"]),
         ({}, {"targets": ["attention"]}, ["mlp.down_proj.lora_A.weight is not targeted here"]),
-        ({"use_rslora": True}, {}, ["use_rslora", "does more than"]),
+        ({"use_rslora": True}, {}, ["use_rslora", "does not just add"]),
         ({"r": 4, "rank_pattern": {"q_proj": 2}}, {}, ["rank_pattern"]),
     ],
 )

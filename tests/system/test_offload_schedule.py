@@ -230,7 +230,7 @@ def test_server_weights_that_left_are_not_used_before_they_are_published_again()
     device.during("generate")
     device.during("update", "actor")
     for phase in ("generate", "probe"):
-        with pytest.raises(RuntimeError, match=f"{phase!r} needs the servers' weights, .* call `publish` first"):
+        with pytest.raises(RuntimeError, match=f"{phase!r} needs the servers' weights, .* enter phase `publish` first"):
             device.during(phase)
     device.during("publish")
     device.during("generate")
@@ -243,7 +243,7 @@ def test_what_draws_nothing_goes_without_server_weights_that_left(phase):
     device.during("update", "actor")
     device.during(*phase)
     assert device.servers.held == (), "they would be unusable"
-    with pytest.raises(RuntimeError, match="call `publish` first"):
+    with pytest.raises(RuntimeError, match="enter phase `publish` first"):
         device.during("generate")
 
 

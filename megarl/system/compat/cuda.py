@@ -132,7 +132,7 @@ def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | 
         return ConfigError(reason, where="CUDA_HOME", found=str(compiler), allowed=allowed, fix=fix)
 
     if version is None:
-        return problem("CUDA compiler not found", home / "bin/nvcc", f"nvcc of CUDA {MAJOR}", install)
+        return problem("the CUDA compiler was not found", home / "bin/nvcc", f"nvcc of CUDA {MAJOR}", install)
     if version[0] != MAJOR:
         compiler = f"{home / 'bin/nvcc'} of CUDA {version[0]}.{version[1]}"
         return problem(
@@ -145,7 +145,7 @@ def toolkit_problem(environment: Mapping[str, str] = os.environ, python: Path | 
         )
     host = environment.get("CXX", "c++")
     if shutil.which(host, path=environment.get("PATH")) is None:
-        return problem("C++ compiler not found", host, "a C++17 compiler", "install g++, or set CXX")
+        return problem("the C++ compiler was not found", host, "a C++17 compiler", "install g++, or set CXX")
     return None
 
 

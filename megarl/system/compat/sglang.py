@@ -70,7 +70,8 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
     if configured is not None:
         python = Path(configured).expanduser()
         if not os.access(python, os.X_OK) or python.is_dir():
-            raise ConfigError("this is not an interpreter", where=_KEY, found=configured, fix=install_fix(cuda))
+            problem = "this is not an interpreter" if python.exists() else "this interpreter does not exist"
+            raise ConfigError(problem, where=_KEY, found=configured, fix=install_fix(cuda))
         stamp = python.absolute().parents[1] / COMPLETE  # exists in environments that `make sglang-env` made
         if stamp.is_file() and (kind := json.loads(stamp.read_text())["kind"]) not in kinds:
             raise ConfigError(

@@ -122,11 +122,11 @@ def test_a_toolkit_without_use_is_named_with_what_is_missing(tmp_path):
         return str(cuda.toolkit_problem({"CUDA_HOME": str(home), "PATH": str(path)}) or "")
 
     assert told(good) == ""
-    assert "CUDA compiler not found" in told(tmp_path)
+    assert "the CUDA compiler was not found" in told(tmp_path)
     assert "set CUDA_HOME" in told(tmp_path)
     assert "of CUDA 12.8" in told(old)
     assert "lib64/libcudart.so" in told(script)
-    assert "C++ compiler not found" in told(good, tmp_path)
+    assert "the C++ compiler was not found" in told(good, tmp_path)
 
 
 def test_wheels_are_laid_out_as_a_toolkit_for_machines_without_one(tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ class _Described:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if name not in now or now[name].data_ptr() != parameter.data_ptr():
                 raise exchange.RoundFailed(
-                    f"parameter {name} has moved in memory since the server described it to the trainer"
+                    f"parameter {name} is no longer where it was in memory when the server described it to the trainer"
                 )
 
 
@@ -243,7 +243,10 @@ def _padding(name: str, parameter: Tensor, rows: list[tuple[Any, ...]]) -> list[
         row[3] + sum((hi - lo - 1) * step for lo, hi, step in zip(row[1], row[2], row[4], strict=True)) for row in rows
     )
     if filled > parameter.numel() or last >= filled or bool(tail.count_nonzero()):
-        raise CannotDescribe(f"parameter {name}: a part of it belongs to no tensor and is not zero padding at its end")
+        raise CannotDescribe(
+            f"parameter {name}: tensors overlap in it, or a part of it belongs to no tensor and is not zero padding at "
+            "its end"
+        )
     return [(-1, [0] * _DIMS, [len(tail), 1, 1], filled, [1, 0, 0], _ZERO)]
 
 

@@ -113,7 +113,8 @@ class ProbeTensor(Tensor):
         """
         if target.shape != self.shape or 0 in self.meta.stride():
             raise CannotPatch(
-                f"load_weights copies values of shape {tuple(self.shape)} to memory of shape {tuple(target.shape)}"
+                "the model's load_weights repeats values of this tensor, or copies values of shape "
+                f"{tuple(self.shape)} to memory of shape {tuple(target.shape)}"
             )
         self.places.append(CopyTarget(int(self.meta.storage_offset()), self.meta.stride(), target))
 
