@@ -153,6 +153,8 @@ def _too_few(
     else:
         lack, missing, allowed = "the Ray cluster has too few GPUs", cluster.nproc - sum(have), f"at most {sum(have)}"
         fix = ["set cluster.nproc, or add nodes to the Ray cluster"]
+    if not have[0]:
+        fix.append("let Ray see the GPUs of its nodes: CUDA_VISIBLE_DEVICES, or ray start --num-gpus")
     if extra:
         fix.append(
             f"lower {config.rollout.servers_key}.servers or tp_size, or share GPUs: "

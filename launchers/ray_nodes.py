@@ -33,7 +33,7 @@ def wait_for_nodes(address: str, count: int, limit_s: float) -> None:
         where=f"Ray at {address}",
         found=f"{alive} after {limit_s:g} s",
         allowed=f"cluster.nnodes = {count}",
-        fix="read the output of the other nodes (launch/job-*.node-*.txt), or raise cluster.start_timeout_s",
+        fix="read the output of the other nodes (RUN_DIR/launch/job-*.*.txt), or raise cluster.start_timeout_s",
     )
 
 

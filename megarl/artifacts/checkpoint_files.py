@@ -50,10 +50,11 @@ def weight_files(folder: Path, raw: Mapping[str, Any]) -> list[Path]:
     """
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            "this folder has an adapter, not a whole model",
+            "this folder has an adapter_config.json, so it counts as an adapter, not a whole model",
             where=str(folder / "adapter_config.json"),
             allowed="a folder with a whole model",
-            fix="merge the adapter into its model (peft: merge_and_unload), and use the merged model",
+            fix="merge the adapter into its model (peft: merge_and_unload), and use the merged model; if the folder "
+            "has a whole model, remove this file",
         )
     named = raw.get("transformers_weights")
     first = (

@@ -190,7 +190,7 @@ def _read_file(path: Path) -> list[Row]:
     try:
         kind = None if reader is _read_parquet else foreign_kind(path)
         if kind is not None:
-            raise DataError(f"the file is {kind[0]}, not text", where=str(path), fix=kind[1])
+            raise DataError(f"the file is {kind[0]}, not {path.suffix.lower()} data", where=str(path), fix=kind[1])
         return list(reader(path))
     except OSError as error:
         raise DataError(
@@ -588,7 +588,7 @@ _KINDS = (
     (b"SQLite format 3\x00", "an SQLite database", "write its rows as jsonl or parquet"),
     (b"\x80\x04\x95", "a pickle", "write its rows as jsonl or parquet"),
     (b"\x93NUMPY", "a NumPy array", "write its rows as jsonl or parquet"),
-    (b"version https://git-lfs", "a pointer of Git LFS, not the file itself", "fetch it: git lfs pull"),
+    (b"version https://git-lfs", "a pointer of Git LFS", "fetch the file: git lfs pull"),
 )
 _PACKED = (".gz", ".zst", ".bz2", ".xz")
 

@@ -86,7 +86,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str, component: bo
         fix = "install the module, put its folder on PYTHONPATH, or correct the name"
         if isinstance(error, ModuleNotFoundError) and error.name in _MOVED:
             fix = f"import {_MOVED[error.name]}, which was called {error.name}"
-        elif is_file or not isinstance(error, ImportError):
+        elif is_file or isinstance(error, ModuleExitError) or not isinstance(error, ImportError):
             fix = f"correct the {'file' if is_file else 'module'}"
         line = location(error, str(Path(module_name).expanduser().resolve()) if is_file else "")
         raise UserError(

@@ -57,7 +57,7 @@ def test_another_response_column_is_other_data(tmp_path, tokenizer):
     [
         ({"prompt": "1", "answer": None}, r"d.jsonl:1: column 'answer' does not hold a response"),
         ({"prompt": "1", "answer": 0.5}, r"column 'answer' does not hold a response(?s:.*)found:   0.5"),
-        ({"prompt": "1", "answer": True}, "wrong type"),
+        ({"prompt": "1", "answer": True}, "column .answer. does not hold a response"),
         ({"prompt": "1", "answer": ""}, r"d.jsonl:1: the response is empty"),
         ({"prompt": "1", "answer": "x"}, r"no token for 'x'"),
     ],

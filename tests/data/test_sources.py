@@ -293,7 +293,11 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
         ("d.parquet", "not parquet", r"d.parquet: the parquet file cannot be read"),
         ("d.parquet", "PAR1 cut", r"d.parquet: the parquet file cannot be read(?s:.*)write the file again"),
         ("d.parquet", b"\x1f\x8b\x08", r"the parquet file cannot be read(?s:.*)compressed with gzip"),
-        ("d.jsonl", b"PAR1\x15\x04\n\xff", r"d.jsonl: the file is a parquet file, not text(?s:.*)name it .*/d.parquet"),
+        (
+            "d.jsonl",
+            b"PAR1\x15\x04\n\xff",
+            r"d.jsonl: the file is a parquet file, not .jsonl data(?s:.*)name it .*/d.parquet",
+        ),
         ("d.json", b"PK\x03\x04", r"d.json: the file is a zip archive"),
         ("d.csv", b"\x1f\x8b\x08", r"d.csv: the file is compressed with gzip(?s:.*)d.csv > .*/d.unpacked.csv"),
         ("d.jsonl", "version https://git-lfs.github.com/spec/v1", r"d.jsonl: the file is a pointer of Git LFS"),
