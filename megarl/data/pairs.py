@@ -146,7 +146,7 @@ def _with_prompt(row: Row, config: DataConfig, settings: PreferenceConfig, chose
     if not shared or shared in (len(chosen), len(rejected)):
         repeated = row.has(config.prompt_key)
         raise DataError(
-            ("the conversations do not begin with the prompt" if repeated else "the row has no prompt")
+            ("the conversations do not show where the prompt ends" if repeated else "the row has no prompt")
             + ": the two responses have no common beginning, or nothing follows it",
             where=row.where,
             found=f"{settings.chosen_key}: {chosen!r:.80}, {settings.rejected_key}: {rejected!r:.80}",

@@ -244,8 +244,8 @@ def _padding(name: str, parameter: Tensor, rows: list[tuple[Any, ...]]) -> list[
     )
     if filled > parameter.numel() or last >= filled or bool(tail.count_nonzero()):
         raise CannotDescribe(
-            f"parameter {name}: tensors overlap in it, or a part of it belongs to no tensor and is not zero padding at "
-            "its end"
+            f"parameter {name}: a part of it belongs to no tensor and is not zero padding at its end, or tensors "
+            "overlap in it"
         )
     return [(-1, [0] * _DIMS, [len(tail), 1, 1], filled, [1, 0, 0], _ZERO)]
 
