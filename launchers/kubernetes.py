@@ -386,8 +386,8 @@ def as_yaml(objects: list[Manifest]) -> str:
 
 
 def create(job: KubernetesJob) -> str:
-    """Create the objects; return kubectl's output. Raise UserError if kubectl is missing, or the cluster refuses the
-    objects.
+    """Create the objects; return kubectl's output. Raise UserError if kubectl is missing or fails, UnavailableError if
+    it takes longer than a minute.
     """
     if shutil.which("kubectl") is None:
         raise UserError(
