@@ -97,8 +97,8 @@ def _read(file: Path) -> dict[str, SlurmConfig]:
         if no_mapping and error.found is None:  # a file with only comments lists no clusters
             return {}
         problem = "invalid file of clusters" if no_mapping else error.what
-        fix = None if no_mapping else error.fix
-        raise ConfigError(problem, where=error.where, found=error.found, allowed=_FORM, fix=fix) from error
+        remedy = None if no_mapping else error.fix
+        raise ConfigError(problem, where=error.where, found=error.found, allowed=_FORM, fix=remedy) from error
     return {name: _cluster(file, name, values) for name, values in data.items()}
 
 
