@@ -7,6 +7,7 @@ reset -> start the program --> its first calls --> prompts      step(turns) -> r
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import shutil
 from collections.abc import Collection, Sequence
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megarl.envs.protocol import Action, Continuation, Ending, Environment, EnvSettings, EpisodeFailure, Services, Step
 from megarl.envs.registry import import_source
@@ -25,7 +26,7 @@ from megarl.gateway.images import ImageReader, data_url
 from megarl.gateway.programs import Program, Programs
 from megarl.gateway.results import ResultError, parse_result, parse_rewards
 from megarl.gateway.sandbox import PORT, Limits, Sandbox, template_error
-from megarl.gateway.server import POLICY, Gateway
+from megarl.gateway.server import LOOPBACK, POLICY, Gateway
 from megarl.gateway.session import ChatSession, PendingTurn, Window
 from megarl.system.errors import ConfigError, MegarlError
 
@@ -67,6 +68,11 @@ class AgentSettings(EnvSettings):
         None, description="maximum calls of an episode; further calls are refused; null: rollout.limits.turns"
     )
     max_running: PositiveInt = Field(32, description="maximum agents that run at the same time per replica")
+    host: str = Field(
+        LOOPBACK,
+        description="IPv4 address at which the endpoint listens and at which the agent calls it. 127.0.0.1: only "
+        "programs of this machine reach it",
+    )
     sandbox: Literal["none", "bubblewrap", "docker", "apptainer"] | list[str] = Field(
         "none",
         description="where the agent runs. none: as the user who started the run; bubblewrap, docker, apptainer: "
@@ -134,6 +140,20 @@ class AgentSettings(EnvSettings):
             raise ValueError(f"env.credit is {self.credit!r}; allowed: {', '.join(CREDITS)}, file.py:fn, pkg.mod:fn")
         return self
 
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, host: str) -> str:
+        try:
+            address = ipaddress.IPv4Address(host)
+        except ValueError:
+            address = None
+        if address is None or address.is_unspecified:
+            raise ValueError(
+                f"env.host is {host!r}, which no program can call; allowed: an IPv4 address of the machine that "
+                "generates, such as 172.17.0.1, the one that containers of docker see"
+            )
+        return host
+
     @model_validator(mode="after")
     def _one_sandbox(self) -> AgentSettings:
         if isinstance(self.sandbox, list):
@@ -143,6 +163,11 @@ class AgentSettings(EnvSettings):
             raise ValueError(
                 f"env.image goes with the sandboxes docker and apptainer, which need it; found: {self.image}, and "
                 f"env.sandbox={self.sandbox}"
+            )
+        if self.sandbox != "none" and self.host != LOOPBACK:
+            raise ValueError(
+                f"env.host is {self.host}, but agents in a sandbox reach the endpoint only by a relay: remove "
+                "env.host or env.sandbox"
             )
         if self.sandbox != "none" and self.python is not None:
             raise ValueError("env.python is for agents without a sandbox: name the interpreter in env.command")
@@ -189,7 +214,7 @@ class AgentReplica:
         self.images = ImageReader(services.images, self.window.whole)
         sandbox, self.policies = settings.sandbox_of(), services.policies
         path = None if sandbox is None else sandbox.open()
-        self.gateway = Gateway(settings.models, path=path, policies=self.policies, most_sessions=settings.max_running)
+        self.gateway = Gateway(settings.models, settings.host, path, self.policies, settings.max_running)
         self.url = self.gateway.url if sandbox is None else f"http://127.0.0.1:{PORT}"  # for programs
         self.programs = Programs(
             settings.command,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import secrets
@@ -28,7 +29,7 @@ from megarl.gateway.refusals import Refusal
 from megarl.gateway.session import ChatReply, ChatRequest, ChatSession
 from megarl.gateway.wire import anthropic, openai, responses
 from megarl.gateway.wire.fields import flag, overridden
-from megarl.system.errors import describe
+from megarl.system.errors import ConfigError, describe
 from megarl.system.plain import nested_deeper
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 #: The name by which programs call the policy.
 POLICY = "policy"
+LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 16 << 20  # maximum bytes of a request
 _DEPTH = 100
 _GRACE_S = 60.0  # seconds in which a stream may still become an error, because it has not begun
@@ -70,12 +72,15 @@ class Gateway:
 
     Attributes:
         url: address at which the gateway listens.
+
+    Raises:
+        ConfigError: `host` is no address of this machine.
     """
 
     def __init__(
         self,
         names: Sequence[str] = (),
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
         path: Path | None = None,
         policies: Mapping[str, AgentPolicyConfig] | None = None,
         most_sessions: int = 32,
@@ -84,7 +89,17 @@ class Gateway:
         self._names = (*(self._policies or [POLICY]), *names)
         self._sessions: dict[str, ChatSession] = {}
         self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)
-        self._socket = socket.create_server((host, 0))
+        try:
+            self._socket = socket.create_server((host, 0))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            raise ConfigError(
+                "the machine that generates does not have this address",
+                where="env.host",
+                found=host,
+                fix="name one of its addresses (ip -4 addr lists them)",
+            ) from error
         self._runner: web.AppRunner | None = None
         self._connections = Connections(most_sessions)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"

@@ -8,6 +8,7 @@ import os
 import re
 import selectors
 import subprocess
+import sys
 import time
 import venv
 from pathlib import Path
@@ -27,6 +28,7 @@ from megarl.envs.host import Reply
 from megarl.envs.protocol import EpisodeFailure
 from megarl.gateway.agent import Agent, AgentSettings
 from megarl.gateway.runner import Runner, _Program
+from megarl.gateway.server import Gateway
 from megarl.rollout.answers import Answer, Branch, end_without_turn
 from megarl.rollout.groups import EpisodeError
 from megarl.system.errors import ConfigError
@@ -355,3 +357,48 @@ def test_a_function_may_have_an_interpreter_of_its_own_without_megarl_and_its_pa
         Agent.check(AgentSettings(function="a.py:f", python=str(tmp_path / "python")))
     with pytest.raises(ValidationError, match=r"env.python is for agents without a sandbox"):
         AgentSettings(function="a.py:f", python=python, sandbox="bubblewrap")
+
+
+def test_programs_call_the_endpoint_at_the_address_of_the_recipe(tmp_path):
+    file = tmp_path / "where.py"
+    file.write_text(
+        f"import os, sys\nsys.path.append({str(AGENTS.parent)!r})\nimport agents\n"
+        "def play(task):\n"
+        "    agents.say([{'role': 'user', 'content': '1'}])\n"
+        "    return float(os.environ['OPENAI_BASE_URL'].startswith('http://127.0.0.2:'))\n"
+    )
+    [episode] = trajectories(scripted("1"), "play", [{"prompt": "1"}], file=file, env={"host": "127.0.0.2"})
+    assert (episode.error, episode.turn_rewards) == ("", [1.0])
+    with pytest.raises(ConfigError, match=r"env.host: the machine that generates does not have this address"):
+        Gateway(host="192.0.2.1")  # an address for documentation, which no machine has
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"host": "0.0.0.0"}, r"env.host is '0.0.0.0', which no program can call"),
+        ({"host": "::1"}, r"env.host is '::1', which no program can call; allowed: an IPv4 address"),
+        ({"host": "127.0.0.2", "sandbox": "bubblewrap"}, r"agents in a sandbox reach the endpoint only by a relay"),
+    ],
+)
+def test_an_address_that_programs_cannot_call_is_refused(keys, words):
+    with pytest.raises(ValidationError, match=words):
+        AgentSettings(function="a.py:f", **keys)
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("3", 1.0), ("4", 0.0)])
+def test_the_harness_of_the_page_scores_the_files_that_its_program_leaves(tmp_path, monkeypatch, reply, reward):
+    page = Path(__file__).parents[2] / "docs" / "agents.md"
+    [harness] = re.findall(r'```python\n("""harness.py.*?)```', page.read_text(), re.DOTALL)
+    (tmp_path / "harness.py").write_text(harness)
+    program = tmp_path / "my-agent"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path.append({str(AGENTS.parent)!r})\nimport agents\n"
+        "said = agents.say([{'role': 'user', 'content': sys.argv[1]}])['message']['content']\n"
+        "open('solution.py', 'w').write('value = ' + said)\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    row = {"prompt": "1+2", "tests": "from solution import value\nassert value == 3\n"}
+    [episode] = trajectories(scripted(reply), "play", [row], file=tmp_path / "harness.py")
+    assert (episode.error, episode.turn_rewards) == ("", [reward])

@@ -68,9 +68,8 @@ def test_other_apis_play_an_episode(agent, thoughts, tmp_path):
     assert [lane.turn_numbers for lane in episode.all_lanes] == [[0, 1, 2]]
 
 
-@pytest.mark.campaign("agents")
-@pytest.mark.timeout(300)
-def test_the_package_of_openai_for_node_plays_an_episode(tmp_path):
+def agent_for_node(tmp_path: Path) -> list[str]:
+    """Return the command of the agent with the package of OpenAI for node, which is installed at the first call."""
     if not (shutil.which("node") and shutil.which("npm")):
         pytest.skip("node and npm are not installed")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "node-openai"
@@ -80,8 +79,13 @@ def test_the_package_of_openai_for_node_plays_an_episode(tmp_path):
         if done.returncode:
             pytest.skip(f"npm cannot install the package openai: {done.stderr[-500:]}")
     (tmp_path / "node_modules").symlink_to(cache / "node_modules")
-    agent = shutil.copy(AGENTS.with_name("agent.mjs"), tmp_path)
-    episode, received = played(["node", agent], [CALL, "yes it is", "no", "kind"], tmp_path)
+    return ["node", str(shutil.copy(AGENTS.with_name("agent.mjs"), tmp_path))]
+
+
+@pytest.mark.campaign("agents")
+@pytest.mark.timeout(300)
+def test_the_package_of_openai_for_node_plays_an_episode(tmp_path):
+    episode, received = played(agent_for_node(tmp_path), [CALL, "yes it is", "no", "kind"], tmp_path)
     turns = turns_of(episode)
     assert [turns[number] for number in range(4)] == [tuple(entry) for entry in received]
     assert [lane.turn_numbers for lane in episode.all_lanes] == [[0, 1, 3], [0, 1, 2]]
@@ -237,3 +241,25 @@ def test_tool_episodes_of_both_packages_are_recorded_as_sampled(single_process, 
                 assert received == [[len(turns[0][0]), "add"], *([len(turns[n][0]), texts[n]] for n in (1, 2, 3))]
             check_logprobs(chunk, episode)
             heard.clear()
+
+
+@pytest.mark.campaign("agents")
+@pytest.mark.parametrize("open_engine", ENGINES)
+@pytest.mark.timeout(300)
+def test_a_tool_episode_of_the_package_for_node_is_recorded_as_sampled(
+    single_process, open_engine, tmp_path, monkeypatch
+):
+    """The last two turns are the attempts of one request, which are generated side by side and end in any order."""
+    from tests.models.tiny import build_tiny
+
+    agent, talk, heard = agent_for_node(tmp_path), Talk("qwen3"), list[Any]()
+    told, _ = played(agent, [CALL, "yes it is", "no", "kind"], tmp_path, talk=talk)
+    teach(tmp_path / "model", told.up_to(1))
+    [chunk] = build_tiny(tmp_path / "model")
+    with open_engine([chunk], tmp_path / "model", heard, monkeypatch) as engine:
+        episode, received = played(agent, [], tmp_path, engine, talk, max_new_tokens=80)
+    turns = [turns_of(episode)[number] for number in range(4)]
+    assert sorted(lane.turn_numbers for lane in episode.all_lanes) == [[0, 1, 2], [0, 1, 3]]
+    assert turns == [tuple(entry) for entry in received] == [*heard[:2], *turns[2:]]
+    assert sorted(heard[2:]) == sorted(turns[2:])
+    check_logprobs(chunk, episode)
