@@ -27,7 +27,7 @@ const stream = client.chat.completions.stream({ ...more, messages });
 let last;
 for await (const chunk of stream) last = chunk.choices[0] ?? last;
 keep(last);
-messages.push((await stream.finalChatCompletion()).choices[0].message, { role: "user", content: "and" });
+messages.push((await stream.finalChatCompletion()).choices[0].message, { role: "user", content: "why" });
 
 const both = await client.chat.completions.create({ ...more, messages, n: 2 });
 both.choices.forEach(keep);

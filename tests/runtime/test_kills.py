@@ -53,21 +53,21 @@ def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.fixture(scope="module")
 def in_order_s(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """How long an undisturbed run takes without Ray."""
-    began = time.monotonic()
-    test_ahead.train(recipe, tmp_path_factory.mktemp("timed"), *PPO)
-    return time.monotonic() - began
+    """How long the ranks of an undisturbed run take without Ray."""
+    run_dir = tmp_path_factory.mktemp("timed")
+    test_ahead.train(recipe, run_dir, *PPO, work=timed)
+    return seconds_of(run_dir)
 
 
 @pytest.fixture(scope="module")
 def as_ready_s(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, float]:
     """The same of runs whose samples are used as they get ready, by whether they are interrupted."""
-    found = {}
+    seconds = {}
     for partial, more in PARTIAL.items():
-        began = time.monotonic()
-        test_flow.train(recipe, tmp_path_factory.mktemp("timed"), *more)
-        found[partial] = time.monotonic() - began
-    return found
+        run_dir = tmp_path_factory.mktemp("timed")
+        test_flow.train(recipe, run_dir, *more, work=timed)
+        seconds[partial] = seconds_of(run_dir)
+    return seconds
 
 
 class Lasts(NamedTuple):
@@ -117,9 +117,9 @@ def self_play(recipe: Path) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def self_play_s(recipe: Path, self_play: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, Any]:
-    began = time.monotonic()
-    whole = harness.train(recipe, tmp_path_factory.mktemp("timed"), *self_play)
-    return time.monotonic() - began, whole
+    run_dir = tmp_path_factory.mktemp("timed")
+    whole = harness.train(recipe, run_dir, *self_play, work=timed)
+    return seconds_of(run_dir), whole
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -141,9 +141,9 @@ def test_policies_with_weights_of_their_own_go_on_as_if_nothing_had_happened(
 def apart(recipe: Path, self_play: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, float, Any]:
     """Settings of teams of which `solver` generates for both policies and `proposer` only trains, and their run."""
     teams = {"solver": (["actor", "rollout"], 1), "proposer": (["proposer"], 1)}
-    settings, began = (*self_play, *test_algorithms.placed(teams)), time.monotonic()
-    whole = harness.train(recipe, tmp_path_factory.mktemp("timed"), *settings)
-    return settings, time.monotonic() - began, whole
+    settings, run_dir = (*self_play, *test_algorithms.placed(teams)), tmp_path_factory.mktemp("timed")
+    whole = harness.train(recipe, run_dir, *settings, work=timed)
+    return settings, seconds_of(run_dir), whole
 
 
 @pytest.mark.parametrize("team", ["solver", "proposer"])
@@ -206,6 +206,28 @@ def kill_one(train: Any, run_dir: Path, team: str, seed: int, within_s: float) -
     with contextlib.suppress(AssertionError):  # of the ranks that are left: what counts is the run that goes on
         train(killed)
     (run_dir / "kill").unlink()
+    struck = (run_dir / "struck").exists()
+    print(f"{team} {seed}: {f'killed after {delay:.1f} s' if struck else 'the run ended before the kill'}")
+    (run_dir / "struck").unlink(missing_ok=True)
+
+
+def seconds_of(run_dir: Path) -> float:
+    return float((run_dir / "seconds").read_text())
+
+
+def timed(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """The run; the first rank writes how long it took from the moment at which the delay of a kill begins.
+
+    A test would measure the start of the ranks, too. The first start of a process imports everything, which takes ten
+    times as long as a run, so that most runs would end before their kill.
+    """
+    import torch.distributed as dist
+
+    is_first, began = dist.get_rank() == 0, time.monotonic()
+    test_flow.before_training(lambda c, samples: test_flow.note(Path(run_dir), c.step, samples))
+    harness.work_of_rank(recipe, run_dir, overrides, teams)
+    if is_first:
+        (Path(run_dir) / "seconds").write_text(str(time.monotonic() - began))
 
 
 def marked(run: str) -> list[str]:
@@ -228,6 +250,7 @@ def killed(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str
 
         def strike() -> None:
             time.sleep(delay)
+            (Path(run_dir) / "struck").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=strike, daemon=True).start()
