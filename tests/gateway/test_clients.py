@@ -180,7 +180,7 @@ def check_logprobs(chunk, episode) -> None:
     """Those of a training forward pass are equal to rounding, in every sequence of the episode."""
     from tests.rollout.cases import full_forward
 
-    assert min(min(lane.logprobs) for lane in episode.all_lanes) < -1.0  # not all tokens are certain
+    assert min(min(lane.logprobs) for lane in episode.all_lanes) < -0.5  # not all tokens are certain
     for lane in episode.all_lanes:
         again = full_forward(chunk, lane.prompt_ids, lane.token_ids)
         sampled = torch.tensor(lane.sampled)
