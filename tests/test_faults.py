@@ -183,9 +183,10 @@ class Run:
         if phase:
             hold.write_text(f"{step} {phase}")
         beating = lambda: any((self.run_dir / "heartbeats").glob("rank_*"))  # noqa: E731
+        everywhere = lambda: self.ranks().keys() >= set(range(self.last + 1))  # noqa: E731
         there: dict[str, Callable[[], object]] = {
-            "imports": lambda: self.last in self.ranks(),
-            "loading": lambda: beating() and self.last in self.ranks(),
+            "imports": everywhere,
+            "loading": lambda: beating() and everywhere(),
         }
         wanted = there.get(moment, lambda: any(self.recipe.parent.glob("held_*")))
         deadline = time.monotonic() + ENDS_S

@@ -135,7 +135,7 @@ def join(
         except BaseException as raised:
             error = raised
         if joined.set_running_or_notify_cancel():
-            joined.set_result(group) if error is None else joined.set_exception(error)
+            joined.set_exception(error) if group is None else joined.set_result(group)
         elif group is not None:
             abort(group)
 
