@@ -1,37 +1,11 @@
-"""What is predicted of a server's storage, and its comparison with what the server describes."""
+"""What is predicted of a server's storage."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 import torch
 
 from megarl.rollout.sglang.layout import ServerLayout
-from megarl.rollout.sglang.storage import check_described
-from megarl.sync.shards.boxes import RankStorage
-from megarl.system.errors import UserError
-from tests.sync.layouts import config, trainer
-from tests.sync.shards.walk import job
-
-
-def predicted() -> RankStorage:
-    return job("qwen3", trainer(), 2).servers[0].ranks[1]
-
-
-def test_a_description_in_another_order_is_that_predicted() -> None:
-    storage = predicted()
-    order = np.arange(len(storage.boxes))[::-1]
-
-    check_described(RankStorage(storage.parameters, storage.boxes.take(order)), storage, "server 0")
-
-
-def test_a_difference_names_the_parameter() -> None:
-    storage = predicted()
-    fused = storage.parameters.names.tolist().index("model.layers.2.self_attn.qkv_proj.weight")
-    offset = storage.boxes.offset + (storage.boxes.parameter == fused)
-
-    with pytest.raises(UserError, match=r"server 0 stores parameter model\.layers\.2\.self_attn\.qkv_proj\.weight in"):
-        check_described(RankStorage(storage.parameters, storage.boxes.replace(offset=offset)), storage, "server 0")
+from tests.sync.layouts import config
 
 
 def test_rows_of_a_vocabulary_are_padded_for_each_rank() -> None:

@@ -1,8 +1,7 @@
 """Predicts how the ranks of an SGLang server store a model, by applying `ServerLayout` to tensors without data that
 record of which boxes (rectangular parts) of checkpoint tensors they consist.
 
-Running servers describe their storage themselves. The prediction is compared with these descriptions, and is used to
-plan updates of servers that do not run.
+Running servers describe their storage themselves. The prediction is used to plan updates of servers that do not run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from megarl.sync.shards.boxes import (
     TensorTable,
     padded_shape,
 )
-from megarl.system.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,54 +213,3 @@ def _row(block: _Block, parameter: int, offset: int) -> tuple[int, ...]:
         corners = [(0, size) for size in (*sizes, 1, 1)][:DIMS]
         strides = [*steps, 0, 0][:DIMS]
     return (block.tensor, *(number for span in corners for number in span), parameter, offset, *strides, rule)
-
-
-def check_described(described: RankStorage, predicted: RankStorage, where: str) -> None:
-    """Check that a server rank stores the model as predicted.
-
-    Args:
-        described: what the server rank has described.
-        predicted: the result of `predicted_storage`.
-        where: name of server and rank, for messages.
-
-    Raises:
-        UserError: a parameter consists of other boxes of tensors than predicted.
-    """
-    described_boxes, predicted_boxes = _by_parameter(described), _by_parameter(predicted)
-    for name in sorted(described_boxes.keys() | predicted_boxes.keys()):
-        if described_boxes.get(name) != predicted_boxes.get(name):
-            raise UserError(
-                f"{where} stores parameter {name} in another form than megarl predicts for this model",
-                found=_shown(described_boxes.get(name)),
-                allowed=_shown(predicted_boxes.get(name)),
-                fix="set sync.transport=distributed",
-            )
-
-
-def _by_parameter(storage: RankStorage) -> dict[str, list[list[int]]]:
-    """Return the boxes (parts of tensors) in each parameter, by its name, in the order of its memory.
-
-    A box is a list of numbers: tensor, lo (3), hi (3), offset, strides (3).
-    """
-    boxes = storage.boxes
-    tensor = np.where(boxes.rule == BoxRule.ZERO, -1, boxes.tensor)
-    size = boxes.hi - boxes.lo
-    zero = (boxes.rule == BoxRule.ZERO)[:, None]
-    lo, hi = (
-        np.where(zero, 0, boxes.lo),
-        np.where(zero, np.stack([boxes.numel, *[np.ones(len(boxes))] * 2], 1), boxes.hi),
-    )
-    strides = np.where((size > 1) & ~zero, boxes.strides, 0)
-    table = np.concatenate([tensor[:, None], lo, hi, boxes.offset[:, None], strides], 1).astype(np.int64)
-    order = np.lexsort((boxes.offset, boxes.parameter))
-    named: dict[str, list[list[int]]] = {}
-    for number, row in zip(boxes.parameter[order].tolist(), table[order].tolist(), strict=True):
-        named.setdefault(storage.parameters.names[number], []).append(row)
-    return named
-
-
-def _shown(boxes: list[list[int]] | None) -> str:
-    if boxes is None:
-        return "no such parameter"
-    parts = [f"tensor {row[0]} {row[1 : 1 + DIMS]} to {row[1 + DIMS : 1 + 2 * DIMS]} at {row[7]}" for row in boxes[:4]]
-    return "; ".join(parts) + (f"; and {len(boxes) - 4} more" if len(boxes) > 4 else "")
