@@ -33,6 +33,7 @@ from megarl.runtime.stages.rollout import refuse_broken_logprobs, with_data_prom
 from megarl.system.errors import ConfigError, count
 
 if TYPE_CHECKING:
+    from megarl.config.rollout import RolloutConfig
     from megarl.config.run import RunConfig
     from megarl.data.trajectory import Trajectory
     from megarl.rollout.groups import GroupGenerator
@@ -228,26 +229,51 @@ class Oversampling:
             print(f"{count(self.in_flight, 'prompt group')} of the checkpoint in flight{again}", flush=True)
 
     def _refuse_too_many(self, c: StepContext) -> None:
-        """Refuse groups of a larger batch of which some would be older than `rollout.carry_steps` when they are used.
-
-        A batch that is not smaller leaves at most one batch in flight, because `rollout.oversample` is at most 2.
-        """
-        settings, size = c.config.rollout, self._loader.batch_size
-        if not settings.carries or c.step >= c.config.trainer.steps:
+        """Refuse groups of a larger batch if some could be older than `rollout.carry_steps` when they are used."""
+        settings, size, steps = c.config.rollout, self._loader.batch_size, c.config.trainer.steps
+        if not settings.carries:
             return
-        last = c.step + 1 - settings.carry_steps
-        due = sum(group.partial is not None and group.begun <= last for group in self._groups.values())
-        due = sum(c.layout.dp_group.all_gather_json(due))
-        if (least := max(due, -(-self.in_flight // 2))) > size:
+        steps_begun = [c.step + 1 if group.partial is None else group.begun for group in self._groups.values()]
+        begun = [step for part in c.layout.dp_group.all_gather_json(steps_begun) for step in part]
+        crowded = first_crowded_step(begun, c.step, steps, settings, size)
+        if crowded is not None:
+            larger = range(size + 1, len(begun) + 1)
+            least = next(each for each in larger if first_crowded_step(begun, c.step, steps, settings, each) is None)
             where = "data.batch_size" if settings.round_prompts is None else "rollout.round_prompts"
+            step, due = crowded
             raise ConfigError(
-                f"the checkpoint has {count(self.in_flight, 'prompt group')} in flight, and the next step must train "
-                f"on {due} of them (rollout.carry_steps={settings.carry_steps}): too many for this batch",
+                f"the checkpoint has {count(self.in_flight, 'prompt group')} in flight, and step {step} could have to "
+                f"train on {due} of them (rollout.carry_steps={settings.carry_steps}): too many for this batch",
                 where=where,
                 found=size,
                 allowed=f"{least} or more",
                 fix=f"set {where}={least}, or rollout.carry_steps=0, with which their prompts begin again",
             )
+
+
+def first_crowded_step(
+    begun: Sequence[int], step: int, steps: int, rollout: RolloutConfig, size: int
+) -> tuple[int, int] | None:
+    """Return the first step after `step` in which more groups than a batch has could be due, and their number; None:
+    there is none up to step `steps`.
+
+    In the worst case, the groups that complete first, apart from those that are due, are always the youngest ones. When
+    no more groups than a batch has are left, no later step has more, because `rollout.oversample` is at most 2.
+
+    Args:
+        begun: the step in which each group in flight began.
+        size: number of groups that a step trains on.
+    """
+    left = sorted(begun)
+    for now in range(step + 1, steps + 1):
+        due = sum(each <= now - rollout.carry_steps for each in left)
+        if due > size:
+            return now, due
+        left += [now] * max(0, rollout.in_flight(size) - len(left))
+        left = left[due : len(left) - (size - due)]
+        if len(left) <= size:
+            break
+    return None
 
 
 def groups_needed(config: RunConfig, step: int) -> int | None:
