@@ -13,6 +13,7 @@ import datetime
 import json
 import math
 import os
+import random
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ _NAMES = 150  # metrics of a step
 _REDUCTIONS = 6  # of a step: mini-batches, validation, the world
 _LOOKS_PER_S = 5.0  # looks of a replica for the next meeting
 _REPORTS_PER_S = 0.2
+_SAMPLES, _TOKENS = 100_000, 2000  # samples of a step, and tokens of each
 _MESSAGES = 6  # of a step between teams
 _CALL_S = 1e-3  # CPU time of the buffer for a call, assumed
 _MODEL = "Qwen/Qwen3-235B-A22B"
@@ -202,6 +204,36 @@ def end_of_generation(scale: Scale) -> Iterator[Row]:
     yield Row("generation: the meeting at its end", "every rank", decoding + 2 * (scale.ranks - 1) * MESSAGE_S)
 
 
+def samples_of_replica(scale: Scale) -> Iterator[Row]:
+    """Measure how the first rank of a replica reads the servers' answers, and passes the samples to its other ranks."""
+    from pydantic_core import from_json
+
+    from megarl.config.rollout import SamplingConfig
+    from megarl.rollout.engine import Completion
+    from megarl.rollout.sglang.samples import ServedSample
+    from megarl.sync.protocol import version_tag
+
+    random_, tag, sampling = random.Random(0), version_tag(1, "run"), SamplingConfig(max_new_tokens=_TOKENS)
+    scored = [[-random_.expovariate(2.0), random_.randrange(150_000), None] for _ in range(_TOKENS)]
+    meta = {"output_token_logprobs": scored, "weight_version": tag, "finish_reason": {"type": "length"}}
+    answer = json.dumps({"output_ids": [number for _, number, _ in scored], "meta_info": meta}).encode()
+
+    def read() -> Completion:
+        sample = ServedSample(0, [1], 0)
+        sample.add(from_json(answer, cache_strings="keys"), sampling, [], tag)
+        return sample.completion()
+
+    completion = read()
+    text = json.dumps(completion.to_json())
+    count = _SAMPLES / scale.replicas
+    note = f"{count:.0f} of {_SAMPLES:,} samples of {_TOKENS:,} tokens"
+    yield Row("generation: reading servers' answers", "a replica's first rank", count * cpu_s(read, 20), note)
+    passing = cpu_s(lambda: json.dumps(completion.to_json()), 20)
+    yield Row("generation: passing samples on", "a replica's first rank", count * passing)
+    taking = cpu_s(lambda: Completion.from_json(json.loads(text)), 20)
+    yield Row("generation: taking samples", "a replica's other ranks", count * taking)
+
+
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +308,14 @@ def planned(scale: Scale) -> list[Row]:
     """Return all rows."""
     with tempfile.TemporaryDirectory() as folder:
         rows = list(heartbeats(scale, Path(folder)))
-    return [*rows, *end_of_generation(scale), *store_calls(scale), *metrics(scale), *weights(scale)]
+    return [
+        *rows,
+        *end_of_generation(scale),
+        *samples_of_replica(scale),
+        *store_calls(scale),
+        *metrics(scale),
+        *weights(scale),
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,7 +2,9 @@
 
 The client (`Dispatch`, its slots and its router) runs as it is, in an event loop whose clock jumps to the next event.
 Only the HTTP call is replaced, by a server that decodes all of its samples at the same speed. So 100,000 samples on 256
-servers take seconds, and show what the client costs and how evenly it uses the servers.
+servers take seconds, and show what the client costs and how evenly it uses the servers. `--clients 128` divides samples
+and servers evenly among so many clients, as a run does among its replicas, and shows what is lost because no client
+uses another one's servers.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import selectors
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,22 +78,33 @@ class Outcome:
     Attributes:
         cpu_s: CPU-seconds of the client.
         virtual_s: seconds until the last sample was finished, in virtual time.
-        fullest: tokens of the server with the most over the mean of all servers.
+        mean_tokens: tokens of a server, the mean of all servers.
+        fullest: tokens of the server with the most over this mean.
+        longest_s: seconds of the longest sample, in virtual time.
         floor_s: virtual seconds if all servers had been busy to the end, or of the longest sample.
     """
 
     cpu_s: float
     virtual_s: float
+    mean_tokens: float
     fullest: float
+    longest_s: float
     floor_s: float
 
 
-def generate(servers: int, samples: int, group: int, capacity: int, seed: int = 0) -> Outcome:
+def _lengths(samples: int) -> list[int]:
+    random_ = random.Random(0)
+    return [max(1, int(_MEAN_TOKENS * random_.lognormvariate(-(_SPREAD**2) / 2, _SPREAD))) for _ in range(samples)]
+
+
+def generate(servers: int, samples: int, group: int, capacity: int) -> Outcome:
     """Generate `samples` samples, `group` of each prompt, on servers with `capacity` samples at a time."""
-    random_ = random.Random(seed)
-    lengths = {
-        i: max(1, int(_MEAN_TOKENS * random_.lognormvariate(-(_SPREAD**2) / 2, _SPREAD))) for i in range(samples)
-    }
+    return _generate(servers, _lengths(samples), group, capacity)
+
+
+def _generate(servers: int, tokens: Sequence[int], group: int, capacity: int) -> Outcome:
+    """Generate samples of so many `tokens` each."""
+    samples, lengths = len(tokens), dict(enumerate(tokens))
     apis = {i: ServerApi(f"http://127.0.0.1:{i + 1}", "", f"server {i}") for i in range(servers)}
     config, failures = SGLangConfig(max_concurrency=capacity), deque[Any]()
     finished: list[ServedSample] = []
@@ -119,8 +133,26 @@ def generate(servers: int, samples: int, group: int, capacity: int, seed: int = 
     if len(finished) != samples or failures:
         raise RuntimeError(f"{len(finished)} of {samples} samples finished, {len(failures)} servers failed")
     mean = sum(lengths.values()) / servers
-    floor_s = max(mean * _TOKEN_S / capacity, max(lengths.values()) * _TOKEN_S)
-    return Outcome(spent, virtual_s, max(dispatch.tokens.values()) / mean, floor_s)
+    longest_s = max(lengths.values()) * _TOKEN_S
+    floor_s = max(mean * _TOKEN_S / capacity, longest_s)
+    return Outcome(spent, virtual_s, mean, max(dispatch.tokens.values()) / mean, longest_s, floor_s)
+
+
+def generate_in_shares(servers: int, samples: int, group: int, capacity: int, clients: int) -> Outcome:
+    """Generate the samples of `generate` by several clients, each with an equal share of the samples and servers of its
+    own. The CPU-seconds are the sum over all clients; the floor is that of all servers together."""
+    lengths = _lengths(samples)
+    shares = [_generate(servers // clients, lengths[part::clients], group, capacity) for part in range(clients)]
+    mean = sum(share.mean_tokens for share in shares) / clients
+    longest = max(share.longest_s for share in shares)
+    return Outcome(
+        sum(share.cpu_s for share in shares),
+        max(share.virtual_s for share in shares),
+        mean,
+        max(share.fullest * share.mean_tokens for share in shares) / mean,
+        longest,
+        max(mean * _TOKEN_S / capacity, longest),
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -130,10 +162,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--group", type=int, default=16, help="samples of each prompt")
     parser.add_argument("--capacity", type=int, default=128, help="samples in flight per server")
+    parser.add_argument("--clients", type=int, default=1, help="clients that share samples and servers evenly")
     options = parser.parse_args(argv)
-    outcome = generate(options.servers, options.samples, options.group, options.capacity)
+    sizes = (options.servers, options.samples, options.group, options.capacity)
+    outcome = generate(*sizes) if options.clients == 1 else generate_in_shares(*sizes, options.clients)
     print(
-        f"{options.samples:,} samples on {options.servers} servers of {options.capacity} slots: {outcome.cpu_s:.1f} "
+        f"{options.samples:,} samples of {options.clients} clients on {options.servers} servers of {options.capacity} "
+        f"slots: {outcome.cpu_s:.1f} "
         f"CPU-s, {1e6 * outcome.cpu_s / options.samples:.0f} us per sample; {outcome.virtual_s:.0f} s in virtual time "
         f"(floor {outcome.floor_s:.0f}); fullest server over mean {outcome.fullest:.2f}"
     )

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol
 
+import torch
+
 from megarl.config.rollout import SamplingConfig
 from megarl.data.kept_tokens import KeptTokens
 from megarl.data.tensor_text import from_text, to_text
@@ -68,15 +70,20 @@ class Completion:
     kept_tokens: KeptTokens | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
+        """Return the fields as JSON values; numbers of tokens as base64, because JSON of millions of floats is slow."""
         record = None if self.kept_tokens is None else self.kept_tokens.to_text()
-        return {**vars(self), "routes": to_text(self.routes), "kept_tokens": record}
+        ids = to_text(torch.tensor(self.token_ids, dtype=torch.int32)[:, None])
+        logprobs = to_text(torch.tensor(self.logprobs, dtype=torch.float64)[:, None])
+        tensors = {"token_ids": ids, "logprobs": logprobs, "routes": to_text(self.routes)}
+        return {**vars(self), **tensors, "kept_tokens": record}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Completion:
         """Restore a completion from `to_json`."""
         record = None if fields["kept_tokens"] is None else KeptTokens.from_text(fields["kept_tokens"])
-        return cls(**{**fields, "routes": from_text(fields["routes"]), "kept_tokens": record})
+        tensors = {key: from_text(fields[key]) for key in ("token_ids", "logprobs")}
+        lists = {key: [] if tensor is None else tensor.flatten().tolist() for key, tensor in tensors.items()}
+        return cls(**{**fields, **lists, "routes": from_text(fields["routes"]), "kept_tokens": record})
 
 
 def ignore_progress(samples: int) -> None:

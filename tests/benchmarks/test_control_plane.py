@@ -10,6 +10,7 @@ from megarl.benchmarks.control_plane import (
     heartbeats,
     metrics,
     planned,
+    samples_of_replica,
     store_calls,
 )
 
@@ -17,10 +18,10 @@ from megarl.benchmarks.control_plane import (
 def test_each_part_is_measured_at_the_size_of_the_run(tmp_path):
     scale = Scale(ranks=64)
     rows = [*heartbeats(scale, tmp_path), *end_of_generation(scale), *store_calls(scale), *metrics(scale)]
+    rows += samples_of_replica(scale)
     assert all(row.seconds > 0 for row in rows)
-    assert {row.who for row in rows} == {
-        "a thread of one rank", "launcher", "every rank", "store's thread", "a replica", "buffer"
-    }  # fmt: skip
+    workers = {"a thread of one rank", "every rank", "a replica", "a replica's first rank", "a replica's other ranks"}
+    assert {row.who for row in rows} == workers | {"launcher", "store's thread", "buffer"}
 
 
 @pytest.mark.campaign("servers")

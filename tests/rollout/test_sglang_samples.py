@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from megarl.config.rollout import SamplingConfig
-from megarl.rollout.engine import Request
+from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sglang.samples import BadAnswerError, ServedSample
 from megarl.rollout.stop_strings import StopStrings
 from tests.data.templates import tokenizer_of
@@ -180,3 +181,11 @@ def test_every_seed_is_a_sample() -> None:
 def test_a_request_may_have_less_room_than_the_sampling_settings_give():
     [sample] = samples_of([Request([1, 2], [5], room=3)])
     assert sample.payload(SamplingConfig(max_new_tokens=8), [9])["sampling_params"]["max_new_tokens"] == 3
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_a_completion_passes_from_rank_to_rank_bit_for_bit(tokens: int) -> None:
+    completion = Completion(
+        [5, 0, 2**31 - 1][:tokens], [-0.1, -1e-300, float("-inf")][:tokens], "length", [[7, tokens]]
+    )
+    assert Completion.from_json(json.loads(json.dumps(completion.to_json()))) == completion

@@ -207,7 +207,8 @@ def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:
     """
     now = meta["weight_version"]
     spans = meta.get("weight_versions") or [{"version": now, "start": 0, "end": count}]
-    versions = [_own_version(span["version"], tag) for span in spans for _ in range(span["end"] - span["start"])]
+    runs = [[_own_version(span["version"], tag)] * (span["end"] - span["start"]) for span in spans]
+    versions = [version for run in runs for version in run]
     if len(versions) != count:
         raise ValueError(
             f"the answer has weight versions for {len(versions)} tokens, but {count} tokens; {_OTHER_SGLANG}"
