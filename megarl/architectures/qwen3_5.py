@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.architectures.base import COMMON, COMMON_NULL
 from megarl.architectures.qwen3_next import KEYS, hybrid
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import attention_rules
 from megarl.models.layers.gated_delta.plain import gated_delta_rules
@@ -14,4 +15,5 @@ ARCHITECTURE = hybrid(
     keys={**COMMON, **KEYS, "num_key_value_heads": 4, "intermediate_size": 12288, "vocab_size": 248320},
     null=(*COMMON_NULL, "layer_types"),
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=False) + DENSE,
+    served=ServedClass(attention_dp=True, whole_embedding=True, needs_gpu=True),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.architectures.base import COMMON, COMMON_NULL
 from megarl.architectures.qwen3_next import EXPERTS, KEYS, MIXTURE, hybrid, mixture
+from megarl.architectures.served import ServedClass
 from megarl.architectures.tensors import OUTER
 from megarl.models.layers.attention.plain import attention_rules
 from megarl.models.layers.experts.plain import MixtureTraits
@@ -24,4 +25,5 @@ ARCHITECTURE = hybrid(
     tensors=OUTER + attention_rules(gate=True) + gated_delta_rules(by_key_head=False) + MIXTURE,
     experts=MixtureTraits(mixture),
     fields=("num_experts",),
+    served=ServedClass(attention_dp=True, whole_embedding=True, needs_gpu=True),
 )

@@ -28,6 +28,9 @@ class ServedClass:
     # whether groups of a server's ranks can compute the attention of different samples; in other classes all ranks
     # add up one sum
     attention_dp: bool = False
+    whole_embedding: bool = (
+        False  # whether each rank then stores the whole embedding, not the rows of its group's share
+    )
     # whether SGLang computes the model on GPUs only, or a function that returns this for the arguments of `wrong`
     needs_gpu: bool | Callable[[Mapping[str, Any], Sequence[Mixer]], bool] = False
 

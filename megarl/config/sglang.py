@@ -124,8 +124,8 @@ class SGLangConfig(Section):
     )
     host: str | None = Field(
         None,
-        description="address of a private interface that servers listen on; null: loopback on one machine, on several "
-        "machines the interface that reaches the first machine",
+        description="address, or a name of it, of a private interface that servers listen on; null: loopback on one "
+        "machine, on several machines the interface that reaches the first machine",
     )
     max_concurrency: PositiveInt | None = Field(
         None,

@@ -13,7 +13,7 @@ from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
 from megarl.planning.oversampling import OversampledRound
 from megarl.planning.passes import Cost
-from megarl.planning.shards import BYTES, key_value_bytes
+from megarl.planning.shards import BYTES, embedding_ranks, key_value_bytes
 from megarl.planning.vision import image_flops
 from megarl.planning.workload import Workload
 
@@ -58,6 +58,14 @@ class Decoder:
         """Number of ranks that share the attention heads, and the same samples."""
         return max(1, self.tp // self.attention_dp)
 
+    @property
+    def _head_copies(self) -> int:
+        """Number of ranks of a server that store the same rows of the head. SGLang divides a head of its own among all
+        ranks, but takes a tied one from the embedding, which the ranks of each attention group share."""
+        if self.attention_dp == 1 or not self.facts.tied:
+            return 1
+        return self.tp // embedding_ranks(self.facts, self._attention_tp)
+
     @cached_property
     def _mixing(self) -> tuple[float, float]:
         """The parameters of all layers' mixers, and the FLOPs of their products for one token."""
@@ -85,6 +93,7 @@ class Decoder:
         experts = facts.layers * facts.expert_parameters
         mixing, mixing_flops = self._mixing
         read = (facts.parameters - experts - mixing) / self.tp + mixing / self._attention_tp
+        read += (self._head_copies - 1) * facts.hidden * facts.dimensions["vocab"] / self.tp
         if experts:
             # Ranks of one tensor-parallel group have the same rows.
             tokens = running * max(1.0, self._gathered / self.tp)
@@ -96,7 +105,8 @@ class Decoder:
         scores = running * sum(
             each * min(context, window or context) for window, each in self._counter.per_decoded_pair.items()
         )
-        dense = self._counter.per_token + self._counter.per_head_token - self._expert_flops - mixing_flops
+        head = self._head_copies * self._counter.per_head_token
+        dense = self._counter.per_token + head - self._expert_flops - mixing_flops
         filling = running + given.gemm_half_rows, group + given.gemm_half_rows
         # running * FLOPs / (peak * share), where a product's share is rows / (rows + half the rows of its best)
         products = (dense * filling[0] + mixing_flops * self.attention_dp * filling[1]) / (peak * given.gemm_share)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 
+from megarl.architectures import ARCHITECTURES
 from megarl.architectures.adapters import adapter_rules, vision_adapters
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import LoraConfig, ParallelConfig
@@ -132,8 +133,15 @@ def attention_copies(facts: ModelFacts, tp: int, attention_tp: int) -> float:
     """Return how many more parameters a rank of a server has if only `attention_tp` of its `tp` ranks share the
     attention heads and the rows of the embedding."""
     more, fewer = _elements(facts, attention_tp, 1), _elements(facts, tp, 1)
-    times = {"embedding": 1, **Counter(mixer.kind for mixer in facts.mixers)}
-    return float(sum(count * (more[part] - fewer[part]) for part, count in times.items()))
+    kinds = Counter(mixer.kind for mixer in facts.mixers)
+    embedding = _elements(facts, embedding_ranks(facts, attention_tp), 1)["embedding"] - fewer["embedding"]
+    return float(embedding + sum(count * (more[kind] - fewer[kind]) for kind, count in kinds.items()))
+
+
+def embedding_ranks(facts: ModelFacts, attention_tp: int) -> int:
+    """Return the number of ranks of a server with attention groups, of `attention_tp` ranks each, that share the rows
+    of the embedding."""
+    return 1 if ARCHITECTURES[facts.model_type].served.whole_embedding else attention_tp
 
 
 def adapter_parameters(facts: ModelFacts, parallel: ParallelConfig, lora: LoraConfig) -> tuple[float, float]:

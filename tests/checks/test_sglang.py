@@ -268,6 +268,7 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
             [*GROUPS, "rollout.sglang.extra_args=[--enable-dp-lm-head]"],
             "rollout.sglang.extra_args",
         ),
+        ([*GROUPS, "rollout.sglang.extra_args=[--moe-a2a-backend,deepep]"], "rollout.sglang.extra_args"),
         (["rollout.sglang.extra_args=[--attn-dp-size,'2']"], "rollout.sglang.extra_args"),
         (["rollout.sglang.dp_size=2"], "rollout.sglang.dp_size"),
         (["rollout.sglang.extra_args=[--host,0.0.0.0]"], "rollout.sglang.extra_args"),

@@ -48,6 +48,19 @@ def test_a_group_of_ranks_reads_the_attention_and_its_own_samples():
     assert decoder(tp=4).step(8, 1000)[1] == pytest.approx((rest + attention) / 4 + caches / 4 * 8)
 
 
+def test_a_tied_head_is_divided_among_the_ranks_of_a_group_only():
+    """G2: of 4 ranks in 2 groups, each reads and multiplies half of the rows of a tied head; Qwen3.5's has all rows."""
+    head = 2 * DENSE.hidden * DENSE.dimensions["vocab"]
+    for tied, model_type, share in ((False, "qwen3", 1 / 4), (True, "qwen3", 1 / 2), (True, "qwen3_5_text", 1)):
+        facts = replace(DENSE, tied=tied, model_type=model_type)
+        near = replace(H100, node_gb_s=1e15)  # so that only products and reads take time
+        groups, plain = (decoder(facts, tp=4, hardware=near, attention_dp=count) for count in (2, 1))
+        attention = 2 * facts.parameters_of["attention"]
+        assert groups.step(8, 0)[1] - plain.step(8, 0)[1] == pytest.approx(attention / 4 + head * (share - 1 / 4))
+        products = groups.step(1e6, 0)[0] - plain.step(1e6, 0)[0]
+        assert products == pytest.approx(1e6 * head * (share - 1 / 4) / 989e12)
+
+
 def test_groups_exchange_rows_once_per_layer():
     """G2: 2 all-reduces per layer among 4 ranks become one, and one of half the rows among the 2 ranks of a group."""
     slow = replace(H100, node_gb_s=1.0)

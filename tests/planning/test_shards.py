@@ -146,10 +146,12 @@ def test_what_is_frozen_has_neither_gradients_nor_optimizer_state(freeze):
     assert checkpoint_bytes(facts, "bf16") == 2 * facts.parameters + 12 * learn
 
 
-@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_moe"])
-def test_a_server_with_attention_groups_holds_what_its_layout_says(model):
+@pytest.mark.parametrize(
+    ("model", "tied"), [("deepseek_v3", False), ("qwen3_moe", False), ("qwen3", True), ("qwen3_5_text", True)]
+)
+def test_a_server_with_attention_groups_holds_what_its_layout_says(model, tied):
     """The vocabulary has whole rows on each rank, and norms and routers are the same on all."""
-    changes = {"vocab_size": 256, "tie_word_embeddings": False}
+    changes = {"vocab_size": 256, "tie_word_embeddings": tied}
     made = job(model, trainer(), 4, ep=4, attention_dp=2, changes=changes)
     elements = [int(rank.parameters.shapes.prod(1).sum()) for rank in made.servers[0].ranks]
     servers = SGLangConfig(tp_size=4, ep_size=4, attention_dp=2)

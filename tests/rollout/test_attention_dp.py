@@ -6,11 +6,15 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.engine import Replica, SglangEngine
+from megarl.rollout.sglang.launch import address_of
 from megarl.rollout.sglang.router import AttentionGroups
 from megarl.rollout.sglang.samples import ServedSample
+from megarl.system.errors import ConfigError
 from tests.rollout.fake_servers import finish, ok, servers
 
 
@@ -48,3 +52,10 @@ def test_replicas_that_share_a_server_begin_with_other_groups() -> None:
     first = [SglangEngine(config, fleet, Replica(index, 8), None, "run").first_group for index in range(8)]
 
     assert first == [0, 0, 2, 2, 4, 4, 6, 6]  # the replicas 0, 2, 4 and 6 share server 0
+
+
+def test_a_name_in_place_of_an_address_is_resolved_before_servers_get_it() -> None:
+    """Servers with attention groups accept messages only from addresses."""
+    assert (address_of("localhost"), address_of("10.0.0.1")) == ("127.0.0.1", "10.0.0.1")
+    with pytest.raises(ConfigError, match=r"(?s)rollout.sglang.host: no address belongs to this name.*nowhere.invalid"):
+        address_of("nowhere.invalid")

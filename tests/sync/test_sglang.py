@@ -365,7 +365,8 @@ def assert_groups_drop_and_abort(api: ServerApi) -> None:
     api.call("/flush_cache?timeout=30", deadline_s=60.0, phase="test")
 
 
-MANY = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), ({"ep": 2}, "disk"), ({"tp": 2}, "shards")]}
+MANY = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), ({"ep": 2}, "disk"), (PP2, "delta"), ({"tp": 2}, "shards")]}
+TIED = {2: [({"tp": 2}, "tensor"), (PP2, "delta"), ({"tp": 2}, "shards")]}
 
 
 @pytest.mark.parametrize(
@@ -376,6 +377,10 @@ MANY = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), ({"ep": 2}, "disk"), ({
             *("deepseek_v3", {**NARROW, "intermediate_size": 128}, 55, MANY), marks=pytest.mark.campaign("servers")
         ),
         pytest.param("qwen3_moe", {"moe_intermediate_size": 64}, 39, MANY, marks=pytest.mark.campaign("servers")),
+        pytest.param(
+            *("qwen3", {"tie_word_embeddings": True, "intermediate_size": 128}, 34, TIED),
+            marks=pytest.mark.campaign("servers"),
+        ),
         pytest.param("glm4_moe", {**NARROW, "intermediate_size": 128}, 51, MANY, marks=pytest.mark.campaign("servers")),
     ],
 )

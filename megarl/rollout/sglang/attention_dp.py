@@ -22,6 +22,7 @@ _KEY = "rollout.sglang.attention_dp"
 _OTHER_PARTS = (
     *("--enable-dp-lm-head", "--enable-tp-lm-head-all-to-all", "--moe-dense-tp-size"),
     *("--enable-shared-experts-attn-tp", "--attn-cp-size", "--attention-context-parallel-size", "--moe-dp-size"),
+    "--moe-a2a-backend",
 )
 _WITH_DRAFT_HEAD = ("EAGLE", "EAGLE3")  # SGLang refuses the other algorithms with data-parallel attention
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import ipaddress
 import os
 import secrets
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,7 +89,7 @@ def open_fleet(
     else:
         # The key is in memory only, not in a file or command line.
         key = key or world.broadcast_json(secrets.token_urlsafe(32))
-        host = config.host or host or address_for_others(f"machine {place.machine}", world)
+        host = address_of(config.host) if config.host else host or address_for_others(f"machine {place.machine}", world)
         if not cuda:
             _check_cpu(config, fp8)
         spec = ServerSpec(0, config, model, dtype, host, key, run_dir / "servers", cuda, random_weights=random_weights)
@@ -131,6 +134,27 @@ def _check_cpu(config: SGLangConfig, fp8: bool) -> None:
             allowed="false on a CPU",
             fix="set sync.fp8=false",
         )
+
+
+def address_of(host: str) -> str:
+    """Return the address of `rollout.sglang.host`, which may be a name: servers with attention groups take addresses
+    only.
+
+    Raises:
+        ConfigError: no address belongs to this name.
+    """
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(host))
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ConfigError(
+            f"no address belongs to this name ({error})",
+            where="rollout.sglang.host",
+            found=host,
+            allowed="an address of this machine, or a name that it resolves to one",
+            fix="set rollout.sglang.host to an address, or to null",
+        ) from error
 
 
 def _own(spec: ServerSpec, place: WorkerPlace, world: WorkerGroup) -> Fleet:

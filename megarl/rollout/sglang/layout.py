@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megarl.architectures import ARCHITECTURES
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.sglang import SGLangConfig
 from megarl.models.hf import facts_of
@@ -31,8 +32,6 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|
 _BY_HEAD = ("in_proj_qkvz", "in_proj_ba", "q_b_proj", "kv_b_proj", "q_proj")
 #: Architectures whose routers are float32 parameters of the server, whatever the model's dtype.
 _WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")
-#: Architectures whose embedding is whole on every rank where attention is data parallel.
-_WHOLE_EMBEDDING = ("qwen3_5_text", "qwen3_5_moe_text")
 _BACKEND = "--moe-runner-backend"
 _LATENT = "fused_qkv_a_proj_with_mqa"
 #: Linear layers of a vision encoder that are split by rows, and those that are split by columns.
@@ -111,7 +110,7 @@ class ServerLayout:
         """Return the part of a tensor outside experts that `rank` stores, in the dtype of the server's parameter."""
         tp, kv_heads = self.tp, self.facts.kv_heads
         if self.attention_dp > 1 and module not in ("gate_proj", "up_proj", "down_proj", "lm_head"):
-            whole = module == "embed_tokens" and self.facts.model_type in _WHOLE_EMBEDDING
+            whole = module == "embed_tokens" and ARCHITECTURES[self.facts.model_type].served.whole_embedding
             tp = 1 if whole else tp // self.attention_dp
             rank %= tp
         if module == "gate" and self.facts.model_type in _WIDE_ROUTERS:

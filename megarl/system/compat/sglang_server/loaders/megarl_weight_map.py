@@ -301,7 +301,9 @@ def derive(model: Any) -> None:
     """Compute again the tensors that the model derives from its parameters and keeps in addition to them."""
     _WRITTEN.discard(model)
     if hasattr(model, "post_load_weights"):  # latent attention also keeps its key-value projection split in two
-        model.post_load_weights()
+        # a draft head has its one layer as `decoder`, where SGLang's class of glm4_moe_lite looks only when asked to
+        of_draft = hasattr(getattr(model, "model", None), "decoder")
+        model.post_load_weights(**({"is_nextn": True} if of_draft else {}))
     for module in model.modules():  # norms whose factor is stored minus 1 keep a copy of the whole factor
         if hasattr(module, "refresh_gemma_weight"):
             module.refresh_gemma_weight()
