@@ -171,11 +171,11 @@ class ShardTransfer:
         start = time.perf_counter()
         self._updates += 1
         store = self._meet(receivers)
-        if self.world.rank == 0:  # ranks that still wait for keys of former updates, which are deleted below, stop
+        self._describe(receivers, led, report)  # collective, so all ranks have left the update before
+        if self.world.rank == 0:  # server ranks that still wait for keys of that update, which are deleted below, stop
             store.set(f"{self.prefix}/update", str(self._updates))
-        self._describe(receivers, led, report)
         failed = {number for part in self.world.all_gather_json([*report.failed]) for number in part}
-        store.delete(*self._last)  # all ranks have left the update before
+        store.delete(*self._last)
         self._last = []
         receivers = [receiver for receiver in receivers if receiver.number not in failed]
         if receivers:

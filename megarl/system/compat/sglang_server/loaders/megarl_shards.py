@@ -368,7 +368,7 @@ def _looking(store: dist.TCPStore, dead: str, header: dict[str, Any]) -> Callabl
         if time.monotonic() < following:
             return None
         following = time.monotonic() + _LOOK_S
-        if int(store.get(f"{header['prefix']}/update")) != int(header["version"]):
+        if int(store.get(f"{header['prefix']}/update")) > int(header["version"]):
             return f"the trainer has ended update {header['version']} without this rank"
         return store.get(dead).decode() if store.check([dead]) else None
 
