@@ -241,7 +241,8 @@ def _report(arguments: argparse.Namespace) -> int:
     for folder in [arguments.run_dir, *arguments.compare]:
         if not folder.is_dir():
             fix = run_folder_fix(folder)
-            raise UserError("this run folder does not exist", where="megarl report", found=str(folder), fix=fix)
+            problem = "this is not a folder" if folder.exists() else "this run folder does not exist"
+            raise UserError(problem, where="megarl report", found=str(folder), fix=fix)
         refuse_pipes(folder)
         close_if_killed(folder)
     if arguments.serve is not None:

@@ -219,7 +219,9 @@ def valid_embeddings(embeddings: Tensor) -> Tensor:
 
 def _check(embeddings: Tensor, success: Tensor, task: Sequence[Hashable]) -> None:
     if embeddings.ndim != 2 or not embeddings.is_floating_point() or not embeddings.shape[1]:
-        raise ValueError(f"embeddings must be float [B, E], got {embeddings.dtype} {tuple(embeddings.shape)}")
+        raise ValueError(
+            f"embeddings must be float [B, E] with E of at least 1, got {embeddings.dtype} {tuple(embeddings.shape)}"
+        )
     if success.dtype != torch.bool or success.shape != embeddings.shape[:1]:
         raise ValueError(f"success must be bool [{len(embeddings)}], got {success.dtype} {tuple(success.shape)}")
     if len(task) != len(embeddings):

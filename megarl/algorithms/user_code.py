@@ -109,7 +109,7 @@ def check_tokens(
     inputs: Iterable[Any] = (),
     per_sample: int | None = None,
 ) -> None:
-    """Check that a component's result has one finite number for each entry of `like`.
+    """Check that a component's result has one finite floating-point number for each entry of `like`.
 
     Results of megarl's own components are not checked for finiteness, nor results of inputs that are not finite.
 
@@ -133,7 +133,7 @@ def check_tokens(
         raise misfit(
             kind,
             function,
-            f"does not return one value per token ({noun})",
+            f"does not return one floating-point number per token ({noun})",
             found=form(value),
             allowed=allowed,
             fix=fix,

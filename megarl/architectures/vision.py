@@ -174,7 +174,7 @@ def state_size(config: Mapping[str, Any], where: str) -> int:
         )
     if used and not size and not state:
         raise ConfigError(
-            "use_proprio is true, but the size of the proprioceptive state is missing",
+            "use_proprio is true, but the size of the proprioceptive state is missing or 0",
             where=f"{where}.proprio_dim",
             found=size,
             allowed="the number of values in the state, such as 8 for LIBERO and 14 for two arms",

@@ -117,7 +117,9 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         length = int.from_bytes(opened.read(8), "little")
         if length > min(_LONGEST_HEADER, size - 8):
             raise ConfigError(
-                "this safetensors file is incomplete: it ends inside its header", where=str(file), fix=_AGAIN
+                "this is not a safetensors file, or it is incomplete: it has no header of the length that it gives",
+                where=str(file),
+                fix=_AGAIN,
             )
         try:
             header: dict[str, Any] = json.loads(opened.read(length))

@@ -391,10 +391,17 @@ def reward_for(answers: list[Any], columns: Sequence[str]) -> _Settings:
     if not texts:
         algorithm = next((name for name, needed in _LEARNT.items() if set(needed) <= set(columns)), None)
         pairs = f"--algorithm {algorithm}, which learns from {' and '.join(_LEARNT[algorithm])}; " if algorithm else ""
+        if not columns:
+            raise UserError(
+                "no reward is given, and none can be chosen because there are no rows on this machine",
+                where="--data",
+                allowed=f"rows on this machine; or a reward: {', '.join(REWARDS.names())} or file.py:function",
+                fix="give --reward my_reward.py:score, or download the data",
+            )
         raise UserError(
-            "no column has a usual name for answers, and no reward is given",
+            "no reward is given, and no column has a usual name for answers or that of --answer-key",
             where="--data",
-            found=f"columns here: {', '.join(columns)}" if columns else None,
+            found=f"columns here: {', '.join(columns)}",
             allowed=f"a column {', '.join(_ANSWERS)}; or a reward: {', '.join(REWARDS.names())} or file.py:function",
             fix=f"give {pairs}--answer-key COLUMN, or --reward my_reward.py:score",
         )

@@ -100,8 +100,9 @@ def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, se
     if kind == "cpu" or (text is None and cluster.device_memory_gb is None):
         processes, machines = counts.partition("x")[::2] if counts else (str(cluster.nproc), "1")
         if not processes.isdecimal() or not int(processes) or machines != "1":
-            allowed = "cpu, or cpux4x1 as 4 processes"
-            raise ConfigError("only this machine can be measured", where="--hardware", found=text, allowed=allowed)
+            problem = "only this machine can be measured, with 1 or more processes"
+            allowed = "cpu; or cpuxPROCESSESx1, such as cpux4x1"
+            raise ConfigError(problem, where="--hardware", found=text, allowed=allowed)
         hardware, counted = this_cpu(int(processes), cluster.threads), bool(counts)
     else:
         hardware, counted = (KINDS["h100"], False) if text is None else read_hardware(text)

@@ -5,6 +5,7 @@ huggingface_hub reads the token from `hf auth login` or from HF_TOKEN; megarl ne
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,13 @@ def check_push(name: str) -> None:
         raise ConfigError(f"the repository name is invalid: {error}", where=_WHERE, found=name, fix=fix) from error
     if constants.is_offline_mode():
         problem = "uploads are impossible because the hub is switched off"
-        raise ConfigError(problem, where=_WHERE, found="HF_HUB_OFFLINE", fix="unset the variable")
+        switches = [switch for switch in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(switch)]
+        raise ConfigError(
+            problem,
+            where=_WHERE,
+            found=", ".join(switches) or None,
+            fix="unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE",
+        )
     if get_token() is None:
         fix = "run `hf auth login`, or set HF_TOKEN in the environment (never in a recipe)"
         raise ConfigError("the hub's token is missing", where=_WHERE, found=name, fix=fix)

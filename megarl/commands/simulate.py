@@ -124,10 +124,10 @@ def _settings(text: str) -> tuple[str, ...]:
         raise UserError("--what-if is empty, so it sets nothing", where="--what-if", found=text, allowed="KEY=VALUE")
     if depth or quote:
         raise UserError(
-            "a bracket or a quote is not closed",
+            "a bracket or a quote is not closed, or not opened",
             where="--what-if",
             found=text,
-            fix="close it, and put the whole argument in quotes for the shell",
+            fix="add the missing one, and put the whole argument in quotes for the shell",
         )
     if wrong := [part for part in split if "=" not in part]:
         allowed = "KEY=VALUE, several separated by spaces"

@@ -19,7 +19,7 @@ from megarl.config.fields import alternatives, find_key
 from megarl.config.other_names import METHODS, key_of, meaning_of
 from megarl.config.other_values import VALUES, lora_targets, value_fix
 from megarl.config.yamlio import flatten, parse_value, read_yaml
-from megarl.system.errors import UserError
+from megarl.system.errors import UserError, relative_path_fix
 
 _KEY_VALUE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::?-(?P<default>[^${}]*))?\}|\$(?P<plain>\w+)")
@@ -102,8 +102,8 @@ def read_settings(file: Path) -> OtherSettings:
             "the file cannot be read as a command line",
             where=str(file),
             found=str(error),
-            allowed="a shell script with one command, or YAML",
-            fix="leave only the training command in the file",
+            allowed="a shell script with one command, or a file .yaml, .yml or .json",
+            fix=relative_path_fix() if isinstance(error, OSError) else "leave only the training command in the file",
         ) from error
     return _of_words(words)
 

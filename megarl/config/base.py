@@ -34,7 +34,9 @@ class Section(BaseModel):
     def _is_no_larger(cls, value: Any) -> Any:
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int) and abs(number) > LARGEST:
-                raise PydanticCustomError("less_than_largest", f"an integer of a recipe may be at most {LARGEST:,}")
+                raise PydanticCustomError(
+                    "less_than_largest", f"an integer of a recipe must lie from {-LARGEST:,} to {LARGEST:,}"
+                )
         return value
 
 

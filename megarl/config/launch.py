@@ -30,13 +30,13 @@ def _matching(pattern: str, form: str) -> AfterValidator:
 
 def _one_word(text: str) -> str:
     if not text or not text.isprintable() or text != "".join(text.split()) or any(sign in text for sign in "\"'\\"):
-        raise ValueError("the value must be one word without quotes")
+        raise ValueError("the value must be one word without quotes and backslashes")
     return text
 
 
 def _one_line(text: str) -> str:
     if not text or not text.isprintable() or any(sign in text for sign in '"\\'):
-        raise ValueError('the value must be one line without control characters, " and \\')
+        raise ValueError('the value must be one line of text, without control characters, " and \\')
     return text
 
 
@@ -44,7 +44,7 @@ def _named(values: dict[str, str]) -> dict[str, str]:
     wrong = [name for name in values if not (name.isidentifier() and name.isascii())]
     if wrong or any("\0" in value for value in values.values()):
         raise ValueError(
-            f"names must have only letters, digits and _, unlike {wrong[0]!r}"
+            f"names must have only letters, digits and _, and begin with no digit, unlike {wrong[0]!r}"
             if wrong
             else "values must not contain NUL"
         )
@@ -111,7 +111,7 @@ def _texts(values: object) -> object:
     if not isinstance(values, dict):
         return values
     if wrong := [name for name, value in values.items() if isinstance(value, bool) or value is None]:
-        raise ValueError(f"{wrong[0]} needs quotes, such as '1' or 'true'")
+        raise ValueError(f"the value of {wrong[0]} needs quotes, such as '1' or 'true'")
     return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
 
 

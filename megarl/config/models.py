@@ -20,8 +20,9 @@ _RESERVED = (
 def _is_free(name: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name in _RESERVED:
         raise ValueError(
-            f"{name!r} cannot be a name: stages take it as an argument, and metrics begin with it; allowed: lower-case "
-            f"letters, digits and _, but not {', '.join(_RESERVED)}"
+            f"{name!r} cannot be a name: stages take it as an argument, and metrics begin with it; allowed: a "
+            f"lower-case letter, then lower-case letters, digits and _, but no keyword of Python, and not "
+            f"{', '.join(_RESERVED)}"
         )
     return name
 

@@ -104,7 +104,7 @@ def read_yaml(path: Path) -> Document:
         raise ConfigError("this is not valid YAML", where=where, found=problem, fix=fix) from error
     if not isinstance(document.data, dict):
         raise ConfigError(
-            "a recipe must be a mapping of sections",
+            "the file must be a mapping, from keys to values",
             where=str(path),
             found=document.data,
             fix="start with lines such as `name: my_run`",
@@ -174,7 +174,7 @@ def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int]], depth: int) -> 
     if not size or depth + levels > _DEEPEST:
         raise _too_large(f"the file nests mappings and lists more than {_DEEPEST} levels deep", node)
     if size > _MOST:
-        raise _too_large(f"the aliases of the file stand for more than {_MOST:,} values", node)
+        raise _too_large(f"the file with its aliases written out has more than {_MOST:,} values", node)
     return size, levels
 
 

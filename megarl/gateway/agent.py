@@ -170,7 +170,7 @@ class AgentSettings(EnvSettings):
                 "env.host or env.sandbox"
             )
         if self.sandbox != "none" and self.python is not None:
-            raise ValueError("env.python is for agents without a sandbox: name the interpreter in env.command")
+            raise ValueError("env.python is for agents without a sandbox: remove it; env.command can name a program")
         if self.sandbox == "none" and self.readable:
             raise ValueError(
                 "env.readable is only for sandboxes, because other agents may read all that the user may: remove it"
@@ -278,7 +278,10 @@ class Agent(Environment):
         find_credit(settings.credit)
         if settings.python is not None and shutil.which(settings.python) is None:
             raise ConfigError(
-                "this interpreter does not exist", where="env.python", found=settings.python, fix="name .../bin/python"
+                "this interpreter does not exist or is not an executable file",
+                where="env.python",
+                found=settings.python,
+                fix="name .../bin/python",
             )
         cls.check_program(settings)
         if (sandbox := settings.sandbox_of()) is not None:
@@ -293,10 +296,10 @@ class Agent(Environment):
         program, of_image = settings.command[0], settings.image is not None
         if program != "python" and not of_image and shutil.which(program, path=None) is None:
             raise ConfigError(
-                "this program does not exist",
+                "this program does not exist or is not an executable file",
                 where="env.command",
                 found=program,
-                fix="install the program, or write its full path",
+                fix="install the program, write its full path, or make the file executable (chmod +x)",
             )
 
     @staticmethod

@@ -224,6 +224,11 @@ class Programs:
                 await runner.wait()
                 if not isinstance(error, asyncio.TimeoutError):
                     raise
+                if not function:
+                    raise MegarlError(
+                        f"the process that starts the agents is not ready after {_READY_S:g} seconds\n  where:   env\n"
+                        "  fix:     check that this machine is not overloaded, and start the run again"
+                    ) from error
                 raise MegarlError(
                     "the process that starts the agents is not ready: the import of the function's module takes too "
                     f"long\n  where:   env.function\n  found:   {self.function}\n  allowed: {_READY_S:g} seconds\n"

@@ -48,8 +48,7 @@ def parse_result(text: str, *, scored: bool) -> tuple[float, dict[str, float]]:
         reward, info = math.nan, {}
     if not math.isfinite(reward):
         raise ResultError(
-            f"the file MEGARL_RESULT has {text[:100]!r}; allowed: a number, or an object "
-            f'{{"reward": number, "info": {{name: number}}}}'
+            f'{_shown(text)}; allowed: a number, or an object {{"reward": number, "info": {{name: number}}}}'
         )
     _check_info(info)
     return reward, info
@@ -77,7 +76,7 @@ def parse_rewards(
             raise ValueError("a reward is not finite")
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise ResultError(
-            f"the file MEGARL_RESULT has {text[:100]!r}; allowed: an object "
+            f"{_shown(text)}; allowed: an object "
             f'{{"rewards": {{policy: number or list of numbers}}, "info": {{name: number}}}} with the policies '
             f"{', '.join(policies)}"
         ) from None
@@ -94,6 +93,10 @@ def _numbers(fields: dict[str, Any]) -> dict[str, float]:
     return {str(name): float(number) for name, number in dict(fields.get("info") or {}).items()}
 
 
+def _shown(text: str) -> str:
+    return f"the file MEGARL_RESULT has {text[:100]!r}" if text else "the file MEGARL_RESULT is missing or empty"
+
+
 def _check_info(info: Mapping[str, float]) -> None:
     if len(info) > _MOST_NUMBERS:
         raise ResultError(f"`info` in the file MEGARL_RESULT has {len(info)} numbers; allowed: {_MOST_NUMBERS}")
@@ -101,7 +104,7 @@ def _check_info(info: Mapping[str, float]) -> None:
         if not _NAME.fullmatch(name):
             raise ResultError(
                 f"`info` in the file MEGARL_RESULT has the name {name[:100]!r}; allowed: letters, digits and _ . / -, "
-                "up to 100 of them"
+                "up to 100 of them, of which the first is a letter, a digit or _"
             )
         if not math.isfinite(number):
             raise ResultError(f"`info` in the file MEGARL_RESULT has {name}={number}; allowed: finite numbers")

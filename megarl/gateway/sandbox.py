@@ -154,8 +154,8 @@ class Sandbox:
         tool = {"bubblewrap": "bwrap"}.get(str(self.kind), self.kind) if isinstance(self.kind, str) else self.kind[0]
         fixes = {
             "bwrap": "install it (apt-get install bubblewrap), or set env.sandbox=none for programs that you trust",
-            "docker": "install docker, or set env.sandbox=bubblewrap",
-            "apptainer": "install apptainer, or set env.sandbox=bubblewrap",
+            "docker": "install docker, or set env.sandbox=bubblewrap env.image=null",
+            "apptainer": "install apptainer, or set env.sandbox=bubblewrap env.image=null",
         }
         if shutil.which(str(tool)) is None:
             raise ConfigError(

@@ -23,6 +23,8 @@ from megarl.system.errors import ConfigError
 
 _PROGRAM = "megarl.gateway.verifiers_program"
 _CHECK_S, _ROWS_S = 30.0, 1800.0
+_NO_PACKAGE = 3  # exit code of an interpreter without the package
+_OF_ROWS = "data.loader_kwargs"  # section of the recipe with the arguments of `rows`
 
 
 class VerifiersSettings(AgentSettings):
@@ -38,11 +40,14 @@ class VerifiersSettings(AgentSettings):
     )
 
 
-def section(taskset: str | Mapping[str, Any], config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings by which the package `verifiers` opens a taskset; raise ConfigError if none is named."""
+def section(
+    taskset: str | Mapping[str, Any], config: Mapping[str, Any] | None = None, where: str = "env"
+) -> dict[str, Any]:
+    """Return the settings by which the package `verifiers` opens a taskset; raise ConfigError, which names the
+    section `where` of the recipe, if none is named."""
     chosen = {"id": taskset} if isinstance(taskset, str) else dict(taskset)
     if not chosen.get("id"):
-        raise ConfigError("no taskset is named", where="env.taskset", found=taskset, fix="add its id")
+        raise ConfigError("no taskset is named", where=f"{where}.taskset", found=taskset, fix="add its id")
     return {**(config or {}), "taskset": chosen}
 
 
@@ -62,20 +67,28 @@ class Verifiers(Agent):
         return {**super().task(row, seed), "verifiers": section(self.settings.taskset, self.settings.config)}
 
 
-def _check_package(python: str | None) -> None:
-    """Raise ConfigError if the interpreter (None: the trainer's) does not start or does not have verifiers."""
-    look = "import importlib.util as u, sys; sys.exit(3 if u.find_spec('verifiers') is None else 0)"
+def _check_package(python: str | None, where: str = "env") -> None:
+    """Raise ConfigError if the interpreter (None: the trainer's) does not start or does not have verifiers.
+
+    Args:
+        where: section of the recipe that names the interpreter.
+    """
+    look = f"import importlib.util as u, sys; sys.exit({_NO_PACKAGE} if u.find_spec('verifiers') is None else 0)"
+    interpreter, key = python or sys.executable, f"{where}.python"
     try:
-        code = subprocess.run([python or sys.executable, "-c", look], timeout=_CHECK_S, check=False).returncode
+        code = subprocess.run([interpreter, "-c", look], timeout=_CHECK_S, check=False).returncode
+        problem = f"exit code {code}" if code not in (0, _NO_PACKAGE) else ""
     except (OSError, subprocess.TimeoutExpired) as error:
+        code, problem = 1, str(error)
+    if problem:
         raise ConfigError(
-            f"the interpreter does not start: {error}", where="env.python", found=python, fix="name .../bin/python"
-        ) from error
+            f"the interpreter does not start: {problem}", where=key, found=interpreter, fix="name .../bin/python"
+        )
     if code:
         raise ConfigError(
             "this interpreter has no package verifiers",
-            where="env.python",
-            found=python or sys.executable,
+            where=key,
+            found=interpreter,
             fix="python -m venv ENV; ENV/bin/pip install 'verifiers>=0.4,<0.5'; and set python to ENV/bin/python",
         )
 
@@ -102,10 +115,10 @@ def rows(
     Raises:
         ConfigError: the interpreter does not have the package, or cannot list the tasks.
     """
-    _check_package(python)
+    _check_package(python, _OF_ROWS)
     differs = dict(val or {}) if split == "val" else {}
     selection = {**(select or {}), **differs.pop("select", {})}
-    env = section(taskset, config)
+    env = section(taskset, config, _OF_ROWS)
     order = {"env": {**env, "taskset": {**env["taskset"], **differs}}, "select": selection}
     with tempfile.TemporaryDirectory() as folder:
         ask, reply = Path(folder) / "order.json", Path(folder) / "rows.json"
@@ -119,13 +132,14 @@ def rows(
                 timeout=_ROWS_S,
                 check=False,
             )
-            problem = done.stderr.strip()[-1500:] if done.returncode else ""
+            silent = f"its program ended with exit code {done.returncode} and wrote no rows"
+            problem = "" if reply.exists() and not done.returncode else done.stderr.strip()[-1500:] or silent
         except subprocess.TimeoutExpired:
             problem = f"it did not end within {_ROWS_S:g} s"
-        if problem or not reply.exists():
+        if problem:
             raise ConfigError(
                 f"verifiers cannot list the tasks: {problem}",
-                where="data.loader_kwargs",
+                where=_OF_ROWS,
                 found=order,
                 fix="correct the taskset, its configuration or the selection",
             )

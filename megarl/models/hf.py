@@ -29,7 +29,7 @@ from megarl.models.layers.mixer import Mixer
 from megarl.models.layers.rules import WeightRule, layer_parts
 from megarl.models.layers.wiring import Wiring
 from megarl.system.compat import transformers
-from megarl.system.errors import ConfigError
+from megarl.system.errors import ConfigError, relative_path_fix
 from megarl.system.processes import is_first_process
 
 if TYPE_CHECKING:
@@ -231,11 +231,11 @@ def check_folder(path: str, where: str) -> None:
         raise no_model(folder, where)
     if (folder.exists() or looks_local) and not (folder / "config.json").is_file():
         raise ConfigError(
-            "this folder has no config.json",
+            "a model must be a folder, and this is a file" if folder.exists() else "this folder does not exist",
             where=where,
             found=path,
             allowed=_ALLOWED,
-            fix="check the path",
+            fix=relative_path_fix(),
         )
 
 

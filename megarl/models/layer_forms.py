@@ -146,7 +146,7 @@ def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineCon
             "the sizes of this model with this layout do not fit FP8 matrix products",
             where=key,
             found=f"hidden size {hf.hidden_size}; heads, key/value heads and feed-forward of a rank {odd or 'fit'}",
-            allowed=f"a multiple of {unit}; multiples of {each}",
+            allowed=f"for the hidden size a multiple of {unit}, for the others multiples of {each}",
             fix=off,
         )
     from transformer_engine import pytorch

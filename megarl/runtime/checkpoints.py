@@ -34,7 +34,7 @@ from megarl.runtime.resume_compatibility import (
 )
 from megarl.runtime.stages.rollout import generated_fields
 from megarl.runtime.validate import due, validates
-from megarl.system.errors import ConfigError, close_matches, count
+from megarl.system.errors import ConfigError, close_matches, count, relative_path_fix
 from megarl.system.metrics import Metrics
 from megarl.system.processes import JOB_BEGAN
 from megarl.system.tracing import phase
@@ -121,10 +121,11 @@ class Checkpoints(CheckpointPart):
         """Return the checkpoint that `trainer.resume` names, and the contents of its meta.json."""
         if not folder.is_dir():
             raise ConfigError(
-                "this checkpoint folder does not exist",
+                "this checkpoint is not a folder" if folder.exists() else "this checkpoint folder does not exist",
                 where="trainer.resume",
                 found=str(folder),
                 allowed="auto, never, or RUN_DIR/checkpoints/step_N",
+                fix=relative_path_fix(),
             )
         return folder, checkpoint.verify(folder, self._world)
 
@@ -486,7 +487,8 @@ def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:
     Group k of the whole surplus goes to replica k modulo the number of replicas.
 
     Raises:
-        ConfigError: an older version of megarl wrote the surplus without fields that are needed now.
+        ConfigError: the surplus lacks fields that are needed now: an older version of megarl wrote it, or the recipe
+            has changed.
     """
     if not parts:
         return None
@@ -495,11 +497,11 @@ def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:
     missing = [name for name in generated_fields(c.config) if name not in shares[0]]
     if missing:
         raise ConfigError(
-            f"the checkpoint holds samples for the next step without {', '.join(missing)}: an older version of megarl "
-            "wrote them",
+            f"the checkpoint holds samples for the next step without {', '.join(missing)}, which this recipe needs",
             where=str(files[0]),
             found=shares[0].names(),
-            fix="continue with the version that wrote it, or start again with trainer.resume: never",
+            allowed="samples of the same recipe and version of megarl",
+            fix="continue with the recipe and the version that wrote them, or start again with trainer.resume=never",
         )
     starts = [sum(len(share) for share in shares[:part]) for part in range(parts)]
     groups = [group_places(share["uid"]) for share in shares]

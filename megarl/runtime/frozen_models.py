@@ -263,7 +263,7 @@ def kept_reference(checkpoint: Path) -> Path:
     folder = find_kept(checkpoint)
     if folder is None:
         raise ConfigError(
-            "the run of this checkpoint has no reference model, which a KL term needs",
+            "the run of this checkpoint has no reference model, which this recipe needs",
             where="trainer.resume",
             found=str(checkpoint),
             allowed=f"a checkpoint of a run that has {FOLDER}/ beside checkpoints/",

@@ -41,7 +41,7 @@ def local_folder(run_dir: Path) -> Path:
     """Return this machine's folder for the heartbeats of a run, which only this user can read.
 
     Raises:
-        OSError: a folder of this name belongs to another user.
+        OSError: this name is a symbolic link, or belongs to another user.
     """
     # by machine, because machines may share the folder of temporary files, and heartbeats have ids of local processes
     key = _machine().encode() + b"\0" + os.fsencode(run_dir.resolve())
@@ -50,7 +50,9 @@ def local_folder(run_dir: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
-        raise OSError(f"the folder for heartbeats belongs to another user: {folder}; remove it, or set TMPDIR")
+        raise OSError(
+            f"the folder for heartbeats belongs to another user or is a link: {folder}; remove it, or set TMPDIR"
+        )
     return folder
 
 

@@ -337,9 +337,9 @@ class RewardModelRole(ModelRole):
                 f"reward {BY_MODEL!r}: sample {samples['sample_id'][first]!r} is too long for the reward model",
                 where="reward_model.max_tokens",
                 found=f"{len(rows[first])} tokens",
-                allowed=f"{limit} tokens",
-                fix="lower rollout.sampling.max_new_tokens or data.max_prompt_tokens, or set reward.on_error to a "
-                "score for such samples",
+                allowed=f"at most {limit} tokens",
+                fix="lower rollout.sampling.max_new_tokens or data.max_prompt_tokens, raise reward_model.max_tokens if "
+                "the model can read more, or set reward.on_error to a score for such samples",
             )
         sequences = as_sequences([row[:limit] for row in rows])
         with self._c.offload.phase("score", self.name):

@@ -44,7 +44,7 @@ def choose_transport(
             else cannot_map,
             where="sync.transport",
             found=wanted,
-            allowed="auto, distributed, disk or delta",
+            allowed="auto, distributed or disk" if away else "auto, distributed, disk or delta",
         )
     return wanted
 

@@ -7,6 +7,7 @@ teams with their own layouts are several worlds (`megarl.system.rendezvous.join`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -174,13 +175,15 @@ def _check_world(parallel: ParallelConfig, world: int) -> None:
     needs = {"tp * pp * cp": parallel.model_parallel_size}
     if parallel.ep > 1:
         needs["etp * ep * pp"] = parallel.expert_tp * parallel.ep * parallel.pp
+    unit = math.lcm(*needs.values())
+    least = max(world // unit, 1)
     for name, size in needs.items():
         if world % size:
             raise ConfigError(
                 f"{count(world, 'process')} cannot be split evenly: needs a multiple of {name} = {size}",
                 where="cluster.nproc",
                 found=world,
-                allowed=f"{max(world // size, 1) * size}, {(world // size + 1) * size}, ...",
+                allowed=f"{least * unit}, {(least + 1) * unit}, ...",
             )
 
 

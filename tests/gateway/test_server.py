@@ -16,8 +16,11 @@ import pytest
 
 from megarl.envs.protocol import Action
 from megarl.gateway.images import ImageReader
+from megarl.gateway.refusals import Refusal
 from megarl.gateway.server import Gateway, _delivering
 from megarl.gateway.session import ChatSession, Window
+from megarl.gateway.wire.anthropic import read_messages
+from megarl.gateway.wire.responses import read_response
 from tests.gateway.talking import file_of, picture, seeing
 
 HELLO = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
@@ -513,3 +516,21 @@ def test_no_request_makes_the_endpoint_fail(requests):
             assert episode.session.broken == ""
 
     run(work(), 600)
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "message"),
+    [
+        (read_response, {"input": "hello", "previous_response_id": "r1"}, "previous_response_id: .*stores no convers"),
+        (read_response, {"input": [{"role": "system", "content": "a"}]}, "input: .*not a system message"),
+        (
+            read_messages,
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]},
+            r"content\[0\].type: found 'tool_result'; allowed: parts of this type in messages of the user",
+        ),
+        (read_messages, {"messages": [{"role": "user", "content": [3]}]}, r"messages\[0\].content: found \[3\]"),
+    ],
+)
+def test_a_refusal_names_the_key_and_the_reason(read, body, message):
+    with pytest.raises(Refusal, match=message):
+        read(body)

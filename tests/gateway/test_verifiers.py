@@ -65,10 +65,12 @@ def test_failures_are_named_and_an_episode_that_a_limit_ends_counts_as_0(python)
 
 
 def test_an_interpreter_without_the_package_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"env.python: this interpreter has no package verifiers(?s:.*)pip install"):
+    with pytest.raises(ConfigError, match=r"kwargs.python: this interpreter has no package (?s:.*)pip install"):
         rows("digits-taskset")
-    with pytest.raises(ConfigError, match=r"env.python: the interpreter does not start"):
+    with pytest.raises(ConfigError, match=r"kwargs.python: the interpreter does not start"):
         rows("digits-taskset", python=str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match=r"kwargs.python: the interpreter does not start: exit code 1"):
+        rows("digits-taskset", python="/bin/false")
 
 
 @pytest.mark.parametrize(

@@ -436,7 +436,7 @@ def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
         ("alps: {memory: 1.5T}", "a whole number with K, M, G or T"),
         ("alps: {teams: {a: {nodes: x}}}", r"clusters\.yaml: alps\.teams\.a\.nodes(?s:.*)found:   'x'"),
         ("alps: {environment: {A: [1]}}", "mapping of names to text"),
-        ("alps: {environment: {A: true}}", "A needs quotes"),
+        ("alps: {environment: {A: true}}", "the value of A needs quotes"),
     ],
 )
 def test_a_wrong_file_of_clusters_is_told_with_its_key(text, said, tmp_path, monkeypatch):

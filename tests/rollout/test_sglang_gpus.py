@@ -131,11 +131,16 @@ def test_servers_are_started_where_the_team_of_their_workers_is(monkeypatch: pyt
     assert WorkerPlace.from_environment(ClusterConfig(nproc=2)) == WorkerPlace(workers=2)
 
 
-@pytest.mark.parametrize(("workers", "settings"), [(5, {}), (3, {"colocated": True})])
-def test_a_machine_with_too_few_is_refused(workers: int, settings: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"need 4 GPUs, but 3 are free: this process sees 8, of which the trainer uses"
-    ):
+@pytest.mark.parametrize(
+    ("workers", "settings", "reason"),
+    [
+        (5, {}, "3 are free: this process sees 8, of which the trainer uses 5"),
+        (3, {"colocated": True}, "the trainer, whose GPUs they share, has 3"),
+        (3, {"gpus": [0, 1]}, "the recipe lists 2"),
+    ],
+)
+def test_a_machine_with_too_few_is_refused(workers: int, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"need 4 GPUs, but {reason}"):
         seen(workers, {}, 8, **settings)
 
 

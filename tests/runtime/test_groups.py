@@ -134,7 +134,7 @@ def test_left_over_samples_of_an_older_version_are_refused(tmp_path):
     old.set("weight_version", torch.tensor([4, 5]))
     (tmp_path / "surplus_0.safetensors").write_bytes(old.to_bytes())
     c = SimpleNamespace(config=CONFIG, layout=SimpleNamespace(dp_rank=0, dp_size=1))
-    with pytest.raises(ConfigError, match=f"without {', '.join(VERSION_FIELDS)}: an older version"):
+    with pytest.raises(ConfigError, match=f"without {', '.join(VERSION_FIELDS)}, which this recipe needs"):
         read_surplus(c, tmp_path, 1)
 
 

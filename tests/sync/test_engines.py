@@ -272,7 +272,7 @@ def test_an_engine_says_what_it_cannot_take(tmp_path):
         assert take("model.norm.weight", "bfloat16", (32,)) == "rank 0: tensors were sent outside of the open update"
         receiver.begin(step)
         assert "but the model needs (64,)" in take("model.norm.weight", "bfloat16", (32,))
-        assert "but the model needs None" in take("other.weight", "bfloat16", (32,))
+        assert "the model has no tensor 'other.weight'" in take("other.weight", "bfloat16", (32,))
         assert "FP8 values came without their scales: model.norm.weight" in take(
             "model.norm.weight", "float8_e4m3fn", (64,)
         )
@@ -430,8 +430,8 @@ def test_ranks_of_an_engine_begin_together_or_not_at_all(tmp_path):
     first, second = run_distributed(take_turns, 2, 120, str(tmp_path), 20.0)
     assert first == second
     assert first[0] == 5
-    assert "within 0.2 s: rank 0 of the engine is paused and holds weights 5@run" in first[1]
-    assert first[2].startswith("the engines did not receive weights of version 4 within")
+    assert "(limit: 0.2 s): rank 0 of the engine is paused and holds weights 5@run" in first[1]
+    assert first[2].startswith("the engines did not receive weights of version 4 (limit: 10 s)")
 
 
 def send_frozen(folder: str) -> None:

@@ -64,8 +64,8 @@ def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -
             where=ADVANTAGES.key,
             found=name,
             allowed=f"available fields: {', '.join(sorted(fields))}; options: {', '.join(sorted(options))}",
-            fix="add the stage that writes it (values, greedy_score, teacher_logp have one), or choose another "
-            "estimator",
+            fix="add the stage that writes it (values, greedy_score, teacher_logp have one), correct the name of the "
+            "parameter in a function of yours, or choose another estimator",
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     given = {key: value for key, value in offered.items() if takes_all or key in parameters}

@@ -79,7 +79,7 @@ def _driver(found: Findings) -> None:
 def _compiler(found: Findings) -> None:
     """Check the compiler, because SGLang and FlashInfer compile kernels at their first use."""
     if not has_cuda():
-        raise Skipped("this machine has no GPU")
+        raise Skipped("torch finds no GPU on this machine")
     try:
         python = find_python(None, cuda=True)  # servers use the compiler in their environment, if it has one
     except ConfigError:
@@ -109,7 +109,7 @@ def nccl(found: Findings, servers: Path | None = None, trainer: Path = Path(sys.
 def _peers(found: Findings) -> None:
     count = torch.cuda.device_count() if has_cuda() else 0
     if count < 2:
-        raise Skipped(f"the check needs two GPUs or more, and this machine has {count}")
+        raise Skipped(f"the check needs two GPUs or more, and torch finds {count}")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     without = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     found.fact("pairs without peer access", without or "none")

@@ -164,7 +164,8 @@ class TeamChannel:
         ids = list(chain.from_iterable(group.sample_ids for group in groups))
         if received["sample_id"] != ids:
             pairs = zip(received["sample_id"], ids, strict=False)
-            place = next((place for place, (sample_id, expected) in enumerate(pairs) if sample_id != expected), 0)
+            place = next((place for place, (sample_id, expected) in enumerate(pairs) if sample_id != expected), None)
+            place = min(len(received), len(ids)) if place is None else place
             problem = (
                 f"this replica needs {len(ids)} samples, but received {len(received)} others, different from number "
                 f"{place} on: found {received['sample_id'][place : place + 1]}, expected {ids[place : place + 1]}"

@@ -34,6 +34,8 @@ _KINDS = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+#: Types of parts that only one role may send.
+_AUTHORS = {"tool_result": USER, "tool_use": ASSISTANT, "thinking": ASSISTANT}
 
 
 def read_messages(body: dict[str, Any]) -> ChatRequest:
@@ -46,7 +48,7 @@ def read_messages(body: dict[str, Any]) -> ChatRequest:
     for place, message in enumerate(items(body, "messages")):
         messages += _messages(message, f"messages[{place}]")
     if not any(message.role != SYSTEM for message in messages):
-        raise wrong("messages", body.get("messages"), "a list of at least one message")
+        raise wrong("messages", body.get("messages"), "a list with at least one message of the user or the assistant")
     return ChatRequest(messages, _tools(body), None, number(body, "max_tokens", 1), strings(body, "stop_sequences"))
 
 
@@ -124,16 +126,20 @@ def _messages(message: dict[str, Any], key: str) -> list[ChatMessage]:
         return [ChatMessage(role, string(content, f"{key}.content"))]
     parts, thoughts = list[tuple[str, Any]](), list[str]()
     results, calls = list[ChatMessage](), list[ToolCall]()
-    for place, block in enumerate(items(message, "content")):
+    for place, block in enumerate(items(message, "content", f"{key}.")):
         where, kind = f"{key}.content[{place}]", block.get("type")
         if kind == "tool_result" and role == USER:
             text, images = read_content(block.get("content"), f"{where}.content")
-            results.append(ChatMessage(TOOL, text, call_id=string(block.get("tool_use_id"), where), images=images))
+            call_id = string(block.get("tool_use_id"), f"{where}.tool_use_id")
+            results.append(ChatMessage(TOOL, text, call_id=call_id, images=images))
         elif kind == "tool_use" and role == ASSISTANT:
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            calls.append(ToolCall(string(block.get("id"), where), string(block.get("name"), where), arguments))
+            call_id, name = (string(block.get(part), f"{where}.{part}") for part in ("id", "name"))
+            calls.append(ToolCall(call_id, name, arguments))
         elif kind == "thinking" and role == ASSISTANT:
-            thoughts.append(string(block.get("thinking"), where))
+            thoughts.append(string(block.get("thinking"), f"{where}.thinking"))
+        elif kind in ("tool_result", "tool_use", "thinking"):
+            raise wrong(f"{where}.type", kind, f"parts of this type in messages of the {_AUTHORS[kind]}")
         elif kind != "redacted_thinking":
             parts.append((where, block))
     text, images = read_parts(parts)

@@ -14,6 +14,7 @@ _PIECE = 24  # characters of a piece of a stream
 _TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts
 _IMAGES = ("image_url", "input_image", "image")
 _SHOWN = 100  # characters of a wrong value in a message
+_CHANGES = "It changes the distribution of tokens, so the policy could not be trained on the reply"
 #: Keys of any API that change the distribution of tokens -> values that change nothing, in addition to null.
 CONSTRAINTS: dict[str, list[Any]] = {
     "guided_json": [],
@@ -56,21 +57,22 @@ def flag(body: dict[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def items(body: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Return a list of objects, empty where the key is missing or null."""
+def items(body: dict[str, Any], key: str, above: str = "") -> list[dict[str, Any]]:
+    """Return a list of objects, empty where the key is missing or null; `above` is the text before the key in
+    messages."""
     value = body.get(key)
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise wrong(key, value, "a list of objects")
+        raise wrong(above + key, value, "a list of objects")
     return value
 
 
-def mapping(body: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return an object, empty where the key is missing or null."""
+def mapping(body: dict[str, Any], key: str, above: str = "") -> dict[str, Any]:
+    """Return an object, empty where the key is missing or null; `above` is the text before the key in messages."""
     value = body.get(key)
     if value is not None and not isinstance(value, dict):
-        raise wrong(key, value, "an object")
+        raise wrong(above + key, value, "an object")
     return value or {}
 
 
@@ -129,7 +131,7 @@ def read_parts(parts: Iterable[tuple[str, Any]]) -> tuple[str, tuple[ChatImage, 
 def _file(part: dict[str, Any], key: str) -> bytes:
     """Return the file of an image, which the request itself contains: in a data URL, or as base64 text."""
     if part["type"] == "image":
-        source = mapping(part, "source")
+        source = mapping(part, "source", f"{key}.")
         if source.get("type") != "base64":
             raise wrong(f"{key}.source.type", source.get("type"), "base64; images are not fetched from elsewhere")
         return _decoded(source.get("data"), f"{key}.source.data")
@@ -148,21 +150,18 @@ def _decoded(text: Any, key: str) -> bytes:
         raise wrong(key, text, "the image file as base64") from error
 
 
-def refuse_changes(body: dict[str, Any], neutral: dict[str, Any], above: str = "") -> None:
-    """Refuse keys that change the distribution of tokens, unless they have the value that changes nothing.
+def refuse_changes(body: dict[str, Any], neutral: dict[str, Any], above: str = "", why: str = _CHANGES) -> None:
+    """Refuse keys whose effect is not supported, unless they have the value that changes nothing.
 
     Args:
         neutral: key -> values that change nothing, in addition to null.
         above: text before the keys in messages, such as `text.`; empty for the request's own keys.
+        why: the reason, a sentence without its full stop.
     """
     for key, values in neutral.items():
         value = body.get(key)
         if value is not None and value not in values:
-            raise Refusal(
-                400,
-                f"{above}{key}: found {value!r:.{_SHOWN}}. It changes the distribution of tokens, so the policy could "
-                "not be trained on the reply; remove it from the request",
-            )
+            raise Refusal(400, f"{above}{key}: found {value!r:.{_SHOWN}}. {why}; remove it from the request")
 
 
 def overridden(body: dict[str, Any], keys: Sequence[str]) -> list[str]:

@@ -60,7 +60,8 @@ def read_chat(body: dict[str, Any]) -> ChatRequest:
 
 def read_text(body: dict[str, Any]) -> ChatRequest:
     """Return the request in the body of a text completion. Raise Refusal for what cannot be answered."""
-    refuse_changes(body, {**_NEUTRAL, "suffix": [""], "echo": [False], "best_of": [1]})
+    refuse_changes(body, {**_NEUTRAL, "suffix": [""], "best_of": [1]})
+    refuse_changes(body, {"echo": [False]}, why="The reply contains only the text that the policy has sampled")
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
@@ -158,12 +159,13 @@ def _message(message: dict[str, Any], key: str) -> ChatMessage:
         return ChatMessage(role, content)
     reasoning = string(message.get("reasoning_content") or message.get("reasoning"), f"{key}.reasoning_content")
     calls = []
-    for place, call in enumerate(items(message, "tool_calls")):
+    for place, call in enumerate(items(message, "tool_calls", f"{key}.")):
         where, function = f"{key}.tool_calls[{place}]", call.get("function")
         if not isinstance(function, dict):
             raise wrong(f"{where}.function", function, "an object with name and arguments")
         arguments = string(function.get("arguments"), f"{where}.function.arguments")
-        calls.append(ToolCall(string(call.get("id"), where), string(function.get("name"), where), arguments))
+        name = string(function.get("name"), f"{where}.function.name")
+        calls.append(ToolCall(string(call.get("id"), f"{where}.id"), name, arguments))
     return ChatMessage(role, content, reasoning, tuple(calls))
 
 

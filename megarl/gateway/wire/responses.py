@@ -29,6 +29,8 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "function_call": {"arguments": ""},
     "reasoning": {"summary": []},
 }
+#: Keys that refer to something on the server -> values that refer to nothing, in addition to null.
+_STORED: dict[str, list[Any]] = {"previous_response_id": [], "conversation": [], "prompt": []}
 _ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT}
 
 
@@ -36,7 +38,8 @@ def read_response(body: dict[str, Any]) -> ChatRequest:
     """Return the request in the body of a response. Raise Refusal for what cannot be answered."""
     refuse_changes(body, CONSTRAINTS)
     refuse_changes(mapping(body, "text"), {"format": [{"type": "text"}]}, "text.")
-    refuse_changes(body, {"previous_response_id": [], "conversation": [], "prompt": [], "top_logprobs": [0]})
+    refuse_changes(body, _STORED, why="The gateway stores no conversations and prompts: send them in `input`")
+    refuse_changes(body, {"top_logprobs": [0]}, why="Only sampled tokens have log-probs")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise Refusal(
@@ -50,7 +53,7 @@ def read_response(body: dict[str, Any]) -> ChatRequest:
         for place, item in enumerate(items(body, "input")):
             _add(messages, item, f"input[{place}]")
     if not any(message.role != SYSTEM for message in messages):
-        raise wrong("input", given, "a text, or a list of at least one item")
+        raise wrong("input", given, "a text, or a list with at least one item that is not a system message")
     tools = [] if choice == "none" else _tools(body)
     return ChatRequest(messages, tools, None, number(body, "max_output_tokens", 1))
 
@@ -148,7 +151,7 @@ def _add(messages: list[ChatMessage], item: dict[str, Any], key: str) -> None:
         texts = (string(item.get(name), f"{key}.{name}") for name in ("call_id", "name", "arguments"))
         reply = replace(reply, calls=(*reply.calls, ToolCall(*texts)))
     elif kind == "reasoning":
-        text = "".join(string(part.get("text"), key) for part in items(item, "summary"))
+        text = "".join(string(part.get("text"), f"{key}.summary.text") for part in items(item, "summary", f"{key}."))
         reply = replace(reply, reasoning=reply.reasoning + text)
     else:
         raise wrong(f"{key}.type", kind, "message, function_call, function_call_output, reasoning")

@@ -64,7 +64,7 @@ def resolve_folder(
         from megarl.data.hub import advice
 
         raise ConfigError(
-            f"cannot find this model ({type(error).__name__})",
+            f"cannot find or download this model ({type(error).__name__})",
             where=where,
             found=str(source),
             allowed="a folder with config.json and *.safetensors, or a hub name",

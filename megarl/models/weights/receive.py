@@ -103,8 +103,10 @@ class WeightWriter:
                 yield part_name(name, piece.source_region, number), param.detach()[as_index(piece.target_region)]
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        if self.shapes.get(name) != shape:
-            raise ValueError(f"tensor {name!r} has shape {shape}, but the model needs {self.shapes.get(name)}")
+        if name not in self.shapes:
+            raise ValueError(f"the model has no tensor {name!r}; send the tensors of the engine's model only")
+        if self.shapes[name] != shape:
+            raise ValueError(f"tensor {name!r} has shape {shape}, but the model needs {self.shapes[name]}")
 
 
 @torch.no_grad()

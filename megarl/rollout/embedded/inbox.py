@@ -110,7 +110,7 @@ class WeightInbox:
             whys = [text for text in self._group.all_gather_json(why) if text is not None]
             if whys:
                 wanted = "complete weights" if version is None else f"weights of version {version}"
-                raise WorkerError(f"the engines did not receive {wanted} within {deadline_s:g} s: {whys[0]}")
+                raise WorkerError(f"the engines did not receive {wanted} (limit: {deadline_s:g} s): {whys[0]}")
             yield read_tag(self.version)[0]
         finally:
             if entered:

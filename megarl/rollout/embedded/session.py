@@ -187,8 +187,8 @@ class Session:
         if fit < 1:
             raise MegarlError(
                 f"the key/value cache of one sequence of {length} tokens does not fit into memory: it needs "
-                f"{row / 1e9:.2f} GB; lower sampling.max_new_tokens or data.max_prompt_tokens, or raise "
-                "actor.parallel.tp or pp"
+                f"{row / 1e9:.2f} GB; lower data.max_prompt_tokens, or max_new_tokens in rollout.sampling and in "
+                "validation.sampling, or raise actor.parallel.tp or pp"
             )
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 

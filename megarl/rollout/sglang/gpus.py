@@ -76,16 +76,29 @@ def server_gpus(
         pool = [str(gpu) for gpu in config.gpus]
     ranks = config.ranks_per_node
     if len(pool) < servers * ranks:
-        raise ConfigError(
-            f"the servers of this machine need {servers * ranks} GPUs, but {len(pool)} are free: this process sees "
-            f"{len(trainer) + len(rest)}, of which the trainer uses {len(trainer)}",
-            where="rollout.sglang.gpus",
-            found=config.gpus,
-            allowed="one GPU per rank of a server",
-            fix="lower rollout.sglang.servers, tp_size or cluster.nproc, or share them: rollout.sglang.colocated=true",
-        )
+        raise _too_few(config, servers * ranks, trainer, rest)
     others = (*pool, *trainer) if config.colocated else ()
     return tuple(dict.fromkeys((*pool[local * ranks : (local + 1) * ranks], *others)))
+
+
+def _too_few(config: SGLangConfig, wanted: int, trainer: list[str], rest: list[str]) -> ConfigError:
+    fix = "lower rollout.sglang.servers or rollout.sglang.tp_size"
+    if config.gpus is not None:
+        reason, fix = f"the recipe lists {len(config.gpus)}", f"list more GPUs, or {fix}"
+    elif config.colocated:
+        reason = f"the trainer, whose GPUs they share, has {len(trainer)}"
+        fix = f"{fix}, or raise cluster.nproc"
+    else:
+        reason = f"{len(rest)} are free: this process sees {len(trainer) + len(rest)}, of which the trainer uses "
+        reason += str(len(trainer))
+        fix = f"{fix}, lower cluster.nproc, or share the trainer's GPUs: rollout.sglang.colocated=true"
+    return ConfigError(
+        f"the servers of this machine need {wanted} GPUs, but {reason}",
+        where="rollout.sglang.gpus",
+        found=config.gpus,
+        allowed="one GPU per rank of a server",
+        fix=fix,
+    )
 
 
 def _split(workers: int, environment: Mapping[str, str], present: int) -> tuple[list[str], list[str]]:

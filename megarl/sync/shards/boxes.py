@@ -121,7 +121,7 @@ class RankStorage(TableSet):
         parameters, boxes = self.parameters, self.boxes
         if len(boxes) and not 0 <= boxes.parameter.min() <= boxes.parameter.max() < len(parameters):
             rows = f"{boxes.parameter.min()} to {boxes.parameter.max()}"
-            raise ValueError(f"boxes.parameter of a rank's storage has {rows}; allowed: below {len(parameters)}")
+            raise ValueError(f"boxes.parameter of a rank's storage has {rows}; allowed: 0 to {len(parameters) - 1}")
         if not np.isin(boxes.rule, [rule.value for rule in BoxRule]).all():
             rules = sorted(set(boxes.rule.tolist()))
             raise ValueError(f"boxes.rule of a rank's storage has an unknown rule: {rules}; allowed: {list(BoxRule)}")

@@ -65,8 +65,8 @@ class DiskTransport(Transport):
                 os.fsync(file.fileno())
         except OSError as error:
             raise WorkerError(
-                f"cannot write weights of version {self._version} to {path}: {error}; free space there, or choose "
-                "another sync.transport"
+                f"cannot write weights of version {self._version} to {path}: {error}; correct this, for example free "
+                "space there, or choose another sync.transport"
             ) from error
         self._files += 1
 

@@ -96,6 +96,6 @@ def refuse_shards(receivers: Receivers, *, adapters: bool) -> None:
             f"{why}, so sync.transport=shards cannot be used",
             where="sync.transport",
             found="shards",
-            allowed="auto, tensor, distributed, disk or delta",
+            allowed="auto, distributed or disk; tensor or delta beside a trainer rank",
             fix="set sync.transport=auto",
         )
