@@ -50,7 +50,7 @@ def _check_logger(name: str, checks: Checklist, *, starts: bool) -> None:
     if is_file_reference(name) or is_module_reference(name):
         file = source_file(name)
         if file is None:
-            checks.fail(key, "file or module not found", found=name, fix="correct the path")
+            checks.fail(key, "file or module not found", found=name, fix="correct the name, or install the module")
     elif name not in LOGGERS:
         allowed = [*LOGGERS, "file.py:Class", "pkg.mod:Class"]
         checks.fail(key, "unknown tracker", found=name, allowed=allowed, fix=value_fix(key, name) or "correct the name")

@@ -534,12 +534,13 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
             fix="name a folder",
         )
     if Path(config.name).name != config.name or config.name in ("", ".", ".."):
+        last = Path(config.name).name
         checks.of("run folder").fail(
             "name",
             "the run's name is not a valid folder name, but its folder gets this name",
             found=config.name,
-            allowed="text without slashes",
-            fix=f"set name={Path(config.name).name or 'my_run'}",
+            allowed="text without slashes, other than . and ..",
+            fix=f"set name={'my_run' if last in ('', '..') else last}",
         )
 
 

@@ -211,9 +211,10 @@ def _check_pairs(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None
             fix="set one of these, or remove preference",
         )
         return
+    teams = "several teams" if config.placement.has_several_teams else "one team"
     wrong: dict[str, tuple[object, object, str]] = {
         "rollout.sampling.temperature": (config.rollout.sampling.temperature, 1.0, "log-probs are those of the model"),
-        "placement": (config.placement.has_several_teams, False, "one team has the policy and its reference"),
+        "placement": (teams, "one team", "one team has the policy and its reference"),
         KEY: (config.rollout.engine, DEFAULT, "nothing is generated"),
         "algorithm.kl.use": (config.algorithm.kl.use, "none", "the loss holds the policy near its reference"),
         "algorithm.distillation.coef": (config.algorithm.distillation.coef, 0.0, "no teacher is used"),

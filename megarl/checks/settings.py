@@ -20,7 +20,7 @@ from megarl.dag.shares import batch_sizes
 from megarl.dag.stage import Role
 from megarl.evaluation.metrics import metric_names
 from megarl.recipes.build import PIPELINES
-from megarl.system.errors import close_matches
+from megarl.system.errors import close_matches, count
 
 #: Lowest temperature except 0 at which logits of hundreds, divided by it, keep their differences in float32.
 _COLDEST = 1e-3
@@ -121,7 +121,7 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
     if buffer is not None and buffer >= longest:
         checks.of("overlong penalty").fail(
             "algorithm.overlong.buffer_tokens",
-            f"the penalty zone is as long as the longest response ({longest} tokens)",
+            f"the penalty zone is not shorter than the longest response ({longest} tokens)",
             found=buffer,
             allowed=f"integer from 1 to {longest - 1}",
             fix=f"set algorithm.overlong.buffer_tokens={max(1, longest // 4)}",
@@ -495,12 +495,13 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, ch
             fix=f"remove {key}.warmup_steps, or set {key}.warmup_ratio=null",
         )
     if optim.schedule != "constant" and optim.decay_steps is not None and warmup >= end:
+        ratio = optim.warmup_ratio is not None
         checks.fail(
-            f"{key}.warmup_steps",
-            f"the warm-up is as long as the whole schedule of {end} optimizer steps",
-            found=warmup,
-            allowed=f"integer from 0 to {end - 1}",
-            fix=f"set {key}.warmup_steps={end // 10}",
+            f"{key}.{'warmup_ratio' if ratio else 'warmup_steps'}",
+            f"the warm-up is not shorter than the whole schedule of {end} optimizer steps",
+            found=f"{optim.warmup_ratio}, which is {count(warmup, 'step')}" if ratio else warmup,
+            allowed=f"a warm-up of 0 to {end - 1} steps",
+            fix=f"set {f'{key}.warmup_ratio=null ' if ratio else ''}{key}.warmup_steps={end // 10}",
         )
     elif warmup >= steps >= _TRIAL and ("sft" if key == "sft.optim" else "trainer") not in config.uncounted:
         cut = f"; it is cut to {steps - 1}" if optim.schedule != "constant" and optim.decay_steps is None else ""

@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from megarl.config.base import LARGEST, ComponentSection, Section
 from megarl.config.other_values import value_fix
 from megarl.config.run import RunConfig
-from megarl.system.errors import ConfigError, close_matches
+from megarl.system.errors import ConfigError, close_matches, count
 
 #: Pattern of an integer written as text.
 INTEGER = re.compile(r"[-+]?[0-9]+")
@@ -196,7 +196,8 @@ def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *,
     out_of_range = detail["type"].startswith(("greater_than", "less_than", "finite"))
     allowed, form = describe_allowed(info), _form(detail)
     if detail["type"] == "less_than_largest":
-        allowed += f", at most {LARGEST:,}"
+        negative = isinstance(value, int) and value < 0
+        allowed += f", at least {-LARGEST:,}" if negative else f", at most {LARGEST:,}"
     fix: str | None
     if value is None and section_of(info):
         problem, fix = f"the section {path} is empty", "give it keys, or remove the line to use the defaults"
@@ -206,6 +207,8 @@ def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *,
         problem = f"{path} is out of range" if out_of_range else f"{path} has a wrong type"
         if form is not None:
             problem, allowed = f"{path} cannot be read", f"{allowed}: {form}"
+        elif (length := _length(detail)) is not None:
+            problem, allowed = f"{path} is too {detail['type'].rpartition('_')[2]}", f"{allowed}, {length}"
         literal = any(typing.get_origin(kind) is Literal for kind in alternatives(info.annotation))
         if literal and isinstance(value, str):
             problem = f"{path} has an unknown value"
@@ -221,6 +224,15 @@ def _form(detail: ErrorDetails) -> str | None:
     if detail["type"] == "string_pattern_mismatch":
         return f"it has to match {context['pattern']}"
     return str(context["error"]) if detail["type"] == "value_error" and "error" in context else None
+
+
+def _length(detail: ErrorDetails) -> str | None:
+    """Describe the length that a text or list must have; return None when the error is not about the length."""
+    context = detail.get("ctx", {})
+    unit = "character" if detail["type"].startswith("string") else "value"
+    if detail["type"].endswith("too_short"):
+        return f"with at least {count(context['min_length'], unit)}"
+    return f"with at most {count(context['max_length'], unit)}" if detail["type"].endswith("too_long") else None
 
 
 def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:

@@ -36,7 +36,7 @@ class ClipCovSettings(FractionSettings, DualClipSettings):
             where=f"{path}.cov_low",
             found=self.cov_low,
             allowed=f"number < {self.cov_high}",
-            fix="swap cov_low and cov_high",
+            fix="swap cov_low and cov_high" if self.cov_low > self.cov_high else f"lower {path}.cov_low",
         )
         return [problem]
 
