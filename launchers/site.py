@@ -14,7 +14,7 @@ from megarl.config.base import ConfigErrors
 from megarl.config.fields import fields_of, wrong_value
 from megarl.config.launch import SlurmConfig
 from megarl.config.run import RunConfig
-from megarl.config.yamlio import read_yaml
+from megarl.config.yamlio import NO_MAPPING, read_yaml
 from megarl.system.errors import ConfigError, close_matches
 
 
@@ -93,7 +93,7 @@ def _read(file: Path) -> dict[str, SlurmConfig]:
     try:
         data: Any = read_yaml(file).data
     except ConfigError as error:
-        no_mapping = "recipe" in error.what
+        no_mapping = error.what == NO_MAPPING
         if no_mapping and error.found is None:  # a file with only comments lists no clusters
             return {}
         problem = "invalid file of clusters" if no_mapping else error.what

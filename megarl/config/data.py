@@ -25,8 +25,12 @@ def _as_text(value: object) -> object:
 
 
 def _date(text: str) -> str:
-    if datetime.date.fromisoformat(text).isoformat() != text:
-        raise ValueError("YYYY-MM-DD")
+    try:
+        is_date = datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        is_date = False
+    if not is_date:
+        raise ValueError("a date of the form YYYY-MM-DD")
     return text
 
 

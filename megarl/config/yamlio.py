@@ -19,6 +19,7 @@ _DEEPEST = 64  # maximum number of levels of nested mappings and lists
 # Maximum number of values in a document with its aliases expanded: a few lines of aliases can stand for billions of
 # values.
 _MOST = 1_000_000
+NO_MAPPING = "the file must be a mapping, from keys to values"
 _OPEN = (-1, -1)
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -104,7 +105,7 @@ def read_yaml(path: Path) -> Document:
         raise ConfigError("this is not valid YAML", where=where, found=problem, fix=fix) from error
     if not isinstance(document.data, dict):
         raise ConfigError(
-            "the file must be a mapping, from keys to values",
+            NO_MAPPING,
             where=str(path),
             found=document.data,
             fix="start with lines such as `name: my_run`",

@@ -149,7 +149,7 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.freeze(freeze)
         self._away: dict[str, offload.OffloadedPart | StreamedOptimizer] = {}
-        self._arenas = {part: HostArena() for part in PARTS}
+        self._arenas = {part: HostArena(f"{self._where}.offload=false") for part in PARTS}
         self.snapshots = HostArena()
         self._stream: StreamedOptimizer | None = None
         if optim is None:

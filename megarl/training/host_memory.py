@@ -24,7 +24,9 @@ _ALIGNED = 512  # every copy begins at a multiple of this many bytes
 class HostArena:
     """A block of pinned host memory that is reused for copies from a GPU; without a GPU, ordinary memory each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, instead: str = "") -> None:
+        """Create an arena without memory; `instead` is a setting with which this memory is not needed, for errors."""
+        self._instead = instead
         self._block = torch.empty(0, dtype=torch.uint8)
         self._unlock: weakref.finalize | None = None
 
@@ -56,10 +58,11 @@ class HostArena:
             runtime = torch.cuda.cudart()
             code = int(runtime.cudaHostRegister(block.data_ptr(), nbytes, 0))
             if code != 0:
+                instead = f", or set {self._instead}" if self._instead else ""
                 raise UserError(
                     f"cannot lock {nbytes / 1e9:,.1f} GB of host memory for copies from the GPU (CUDA error {code})",
                     allowed="at most the free memory of the machine or container",
-                    fix="add memory, or keep more on the GPUs with actor.engine.offload=false",
+                    fix=f"raise the memory of the machine or container{instead}",
                 )
             self._block, self._unlock = block, weakref.finalize(self, runtime.cudaHostUnregister, block.data_ptr())
             self._unlock.atexit = False

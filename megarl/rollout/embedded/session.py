@@ -188,7 +188,7 @@ class Session:
             raise MegarlError(
                 f"the key/value cache of one sequence of {length} tokens does not fit into memory: it needs "
                 f"{row / 1e9:.2f} GB; lower data.max_prompt_tokens, or max_new_tokens in rollout.sampling and in "
-                "validation.sampling, or raise actor.parallel.tp or pp"
+                "validation.sampling, or raise tp or pp in rollout.parallel, or else in actor.parallel"
             )
         return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 
