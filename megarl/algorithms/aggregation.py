@@ -70,15 +70,18 @@ def aggregation_weights(
     """
     if mode not in _PER_ROW:
         raise ConfigError(
-            f"unknown aggregation {mode!r}", where="algorithm.loss.aggregation", found=mode, allowed=_PER_ROW
+            f"unknown aggregation {mode!r}",
+            where="algorithm.loss.aggregation or critic.aggregation",
+            found=mode,
+            allowed=_PER_ROW,
         )
     if mode == "seq-mean-token-sum-norm" and not sum_norm:
         raise ConfigError(
             "aggregation seq-mean-token-sum-norm needs a divisor",
-            where="algorithm.loss.sum_norm",
+            where="algorithm.loss.sum_norm or critic.sum_norm",
             found=sum_norm,
             allowed="a positive number",
-            fix="set algorithm.loss.sum_norm to the value of rollout.sampling.max_new_tokens",
+            fix="set the sum_norm of this loss to the value of rollout.sampling.max_new_tokens",
         )
     rows = Rows.of(mask, offsets)
     # An empty mini-batch has counts of zero and no token to weigh.

@@ -500,7 +500,7 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, config: RunConfig, ch
             f"{key}.{'warmup_ratio' if ratio else 'warmup_steps'}",
             f"the warm-up is not shorter than the whole schedule of {end} optimizer steps",
             found=f"{optim.warmup_ratio}, which is {count(warmup, 'step')}" if ratio else warmup,
-            allowed=f"a warm-up of 0 to {end - 1} steps",
+            allowed=f"from 0 to {end - 1} steps of warm-up",
             fix=f"set {f'{key}.warmup_ratio=null ' if ratio else ''}{key}.warmup_steps={end // 10}",
         )
     elif warmup >= steps >= _TRIAL and ("sft" if key == "sft.optim" else "trainer") not in config.uncounted:

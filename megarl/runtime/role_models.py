@@ -278,24 +278,25 @@ def _check_tokens(policy: PreTrainedTokenizerBase, reward_model: PreTrainedToken
 
 
 def check_same_tokens(
-    policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str, key: str = "teacher.path"
+    policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str, key: str = "teacher.path"
 ) -> None:
-    """Check that each token of the policy has the same id in the teacher; the teacher may have additional tokens.
+    """Check that each token of the policy has the same id in another model; that model may have additional tokens.
 
     Args:
-        path: the teacher's folder or hub name.
-        key: recipe key that names the teacher.
+        other: the tokenizer of the other model, such as a teacher.
+        path: its folder or hub name.
+        key: recipe key that names it.
 
     Raises:
         ConfigError: shows the first tokens that differ.
     """
-    if other := differing_tokens(policy, teacher):
+    if difference := differing_tokens(policy, other):
         raise ConfigError(
-            f"teacher and policy have different vocabularies, so their tokens cannot be compared: {other}",
+            f"this model and the policy have different vocabularies, but both must read the same tokens: {difference}",
             where=key,
             found=path,
             allowed="a model whose tokenizer gives each of the policy's tokens the same id",
-            fix="choose a teacher of the policy's family",
+            fix="choose a model of the policy's family",
         )
 
 

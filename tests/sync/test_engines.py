@@ -201,7 +201,7 @@ def test_an_engine_that_fails_stays_paused_until_a_whole_update(tmp_path, monkey
         assert report.failed == {1: f"{where}: bucket: rank 0: RuntimeError: no memory left"}
         with inboxes[0].generating(1.0) as version:
             assert version == 1
-        with pytest.raises(WorkerError, match=r"within 0\.1 s: rank 0 of .* is paused and holds no complete weights"):
+        with pytest.raises(WorkerError, match=r"limit: 0\.1 s\): rank 0 of .* is paused and holds no complete weights"):
             inboxes[1].generating(0.1).__enter__()
         assert sync.catch_up().updated == []  # it gets no updates until somebody says that it is back
         receivers.retry(1)
@@ -230,7 +230,7 @@ def test_a_generation_waits_for_the_version_that_it_wants(tmp_path):
     with engines_here(tmp_path, 1) as (_, (inbox,), _):
         hold_whole(inbox, "3@run")
         inbox.resume()
-        refused = r"weights of version 4 within 0\.1 s: rank 0 of .* is not paused and holds weights 3@run"
+        refused = r"weights of version 4 \(limit: 0\.1 s\): rank 0 of .* is not paused and holds weights 3@run"
         with pytest.raises(WorkerError, match=refused):
             inbox.generating(0.1, version=4).__enter__()
 

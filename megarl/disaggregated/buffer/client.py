@@ -188,12 +188,12 @@ class BufferClient:
                 try:
                     objects[block] = put_object(block)
                 except ray.exceptions.RayError as error:
-                    what = f"{self._caller()}: {len(block)} bytes of {samples}"
+                    payload = f"{self._caller()}: {len(block)} bytes of {samples}"
                     if not isinstance(error, ray.exceptions.OutOfDiskError | ray.exceptions.ObjectStoreFullError):
-                        problem = f"{what} cannot be put into this machine's object store: {error}{RUN_AGAIN}"
+                        problem = f"{payload} cannot be put into this machine's object store: {error}{RUN_AGAIN}"
                         raise HandoverError(problem) from error
                     raise HandoverError(
-                        f"{what} do not fit into this machine's object store: it is full, and may not use the disk "
+                        f"{payload} do not fit into this machine's object store: it is full, and may not use the disk "
                         "(set placement.spill=true), or the disk is full, too\n  fix:     lower data.batch_size or "
                         "rollout.sampling.n, or start Ray's nodes with a larger --object-store-memory"
                     ) from error
