@@ -46,6 +46,7 @@ _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
 
 Tables = Mapping[str, Any]  # NumPy arrays by name, such as `links.offset`
+Link = tuple[Callable[..., Any], int]  # dist.isend or dist.irecv, and the other rank's number in the group
 
 
 class RoundFailed(Exception):
@@ -115,7 +116,7 @@ def join(
 ) -> dist.ProcessGroup:
     """Create the process group `name` of `size` ranks and join it as `rank`.
 
-    With gloo this call waits until all ranks have joined; with nccl the first messages wait.
+    With gloo this call waits until all ranks have joined. With nccl `connect` does, or else the first messages.
 
     Args:
         look: called while this call waits; returns why it has to end, such as another rank that is gone, or None.
@@ -154,6 +155,56 @@ def _join(store: dist.Store, name: str, size: int, rank: int, backend: str, time
         group, _ = _new_process_group_helper(size, rank, [], Backend(backend), PrefixStore(name, store), **named)
     _world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group
+
+
+def connect(
+    group: dist.ProcessGroup,
+    links: Sequence[Link],
+    device: torch.device,
+    timeout_s: float,
+    look: Callable[[], str | None],
+) -> None:
+    """Make nccl's communicator of a group, and connect this rank with all ranks that it sends to or receives from.
+
+    Collective over all ranks of the group. Without this call, the first batch of messages would make the communicator,
+    for which it waits for all ranks, and connect its pairs of ranks, for which it waits for theirs. But ranks begin
+    with different groups and with different rounds, so they would wait for each other. A rank of several groups has to
+    connect them in the order in which the other ranks do.
+
+    Args:
+        links: the messages of this rank; the numbers of ranks are those in the group.
+        look: called while this call waits; returns why it has to end, such as another rank that is gone, or None.
+
+    Raises:
+        RoundFailed: `look` returned a reason.
+        RuntimeError: another rank has not called this within `timeout_s` seconds. nccl would wait for ever.
+    """
+    part: Future[None] = Future()
+
+    def begin() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a new thread begins on device 0
+            group._get_backend(device).eager_connect_single_device(device)
+            data = torch.zeros(len(links), 16, dtype=torch.uint8, device=device)
+            operations = [dist.P2POp(link, row, peer, group) for (link, peer), row in zip(links, data, strict=True)]
+            for work in dist.batch_isend_irecv(operations) if operations else []:
+                work.wait()
+            if device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            part.set_result(None)
+        except BaseException as error:
+            part.set_exception(error)
+
+    threading.Thread(target=begin, name="connect", daemon=True).start()
+    end = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return part.result(_POLL_S)
+        if (why := look()) is not None:
+            raise RoundFailed(f"connecting the ranks of a group: {why}")
+        if time.monotonic() > end:
+            raise RuntimeError(f"not all ranks of the group have connected within {timeout_s:g} s")
 
 
 @contextlib.contextmanager
@@ -338,6 +389,22 @@ def _copies(tables: Tables, parameters: Sequence[Tensor], *, sends: bool) -> dic
         view = whole.as_strided(shapes[row], strides, whole.storage_offset() + offset)
         views.setdefault(row, []).append(view)
     return views
+
+
+def links_of(rounds: Sequence[Round], number: int, cell: ServerCell, *, sends: bool) -> list[Link]:
+    """Return what connects this rank with others in the process group of a cell (trainer ranks and the servers that
+    they send to), whose number is `number`, for all of its rounds."""
+    peers = sorted({each.peer for now in rounds if now.cell == number for each in now.messages})
+    if sends:
+        return [(dist.isend, cell.of_server(*peer)) for peer in peers]
+    return [(dist.irecv, cell.of_trainer(rank)) for _, rank in peers]
+
+
+def stripe_links(rounds: Sequence[Round], members: Sequence[tuple[int, int]]) -> list[Link]:
+    """Return what connects this server rank with the ranks of its machine with which it exchanges stripes (shares of
+    what several of them need) in any round; `members`: the ranks of the process group, as (server, rank)."""
+    peers = sorted({members.index(each.peer) for now in rounds for each in now.stripes})
+    return [(operation, peer) for peer in peers for operation in (dist.isend, dist.irecv)]
 
 
 class RoundRunner:

@@ -34,7 +34,17 @@ from megarl.sync.receiver import Receiver, ShardMeeting, ShardUpdate, UpdateStep
 from megarl.sync.sender import SyncReport
 from megarl.sync.shards.boxes import GpuPlace, RankStorage, ServerStorage, TensorTable
 from megarl.sync.shards.compare import differing, sent_hashes
-from megarl.sync.shards.exchange import Round, RoundFailed, RoundRunner, ServerCell, abort, join, rounds_of_sender
+from megarl.sync.shards.exchange import (
+    Round,
+    RoundFailed,
+    RoundRunner,
+    ServerCell,
+    abort,
+    connect,
+    join,
+    links_of,
+    rounds_of_sender,
+)
 from megarl.sync.shards.plan import UpdatePlan
 from megarl.sync.shards.program import TransferProgram
 from megarl.sync.shards.table import pack
@@ -146,8 +156,8 @@ class ShardTransfer:
         self._written: list[str] = []  # keys of the last plan's parts; rank 0 deletes them when there is a new plan
         self._groups: dict[int, tuple[ServerCell, dist.ProcessGroup]] = {}  # by the cell's number
         self._updates = 0
-        first = next(iter(own.parameters.values()))
-        self._backend = "nccl" if first.is_cuda else "gloo"
+        self._device = next(iter(own.parameters.values())).device
+        self._backend = "nccl" if self._device.type == "cuda" else "gloo"
 
     def run(
         self,
@@ -395,13 +405,13 @@ class ShardTransfer:
     def _rounds(self, plan: _Plan, watch: CellWatch, report: SyncReport) -> dict[int, str]:
         """Run this rank's rounds; return the reason for each cell (receivers that share a process group) that was given
         up, by the cell's number."""
-        wanted = sorted({each.cell for each in plan.rounds})
+        wanted = sorted({each.cell for each in plan.rounds})  # joined in this order, the same on all ranks
         lost: dict[int, str] = {}
         limit_s = min(_READY_S, self.timeout_s)
         end = time.monotonic() + limit_s  # all receivers are called at the same time
         for number in wanted:
             cell = plan.cells[number]
-            why = watch.wait_ready(number, end, limit_s) or self._join(number, cell, watch)
+            why = watch.wait_ready(number, end, limit_s) or self._join(number, cell, watch, plan.rounds)
             if why is not None:
                 lost[number] = why
                 watch.give_up(number, why)
@@ -414,7 +424,7 @@ class ShardTransfer:
         report.nbytes += runner.nbytes
         return lost
 
-    def _join(self, number: int, cell: ServerCell, watch: CellWatch) -> str | None:
+    def _join(self, number: int, cell: ServerCell, watch: CellWatch, rounds: Sequence[Round]) -> str | None:
         """Join the process group of a cell unless this rank is in it already; return why joining failed, or None."""
         if number in self._groups:
             members, group = self._groups[number]
@@ -426,9 +436,11 @@ class ShardTransfer:
         try:
             place, look = cell.of_trainer(self.world.rank), partial(watch.look, number)
             group = join(self.store.connection, cell.name, cell.size, place, self._backend, limit, look)
+            self._groups[number] = cell, group
+            if self._backend == "nccl":  # the other ranks may have to connect with other cells first
+                connect(group, links_of(rounds, number, cell, sends=True), self._device, self.timeout_s, look)
         except (RuntimeError, RoundFailed) as error:
             return f"trainer rank {self.world.rank} could not join the group: {str(error).partition(chr(10))[0]}"
-        self._groups[number] = cell, group
         return None
 
     def _end(

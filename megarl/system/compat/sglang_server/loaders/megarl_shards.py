@@ -282,7 +282,7 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     store.set(f"{prefix}/ready/{server}/{rank}", header["program"])
     with _beating(header, f"{prefix}/beat/{server}/{rank}"):
         try:
-            stripes = _join(store, cell, header, partial(look, number))
+            stripes = _join(store, cell, header, partial(look, number), _ROUNDS[part], described.parameters[0].device)
             failed = exchange.RoundRunner(
                 _ROUNDS[part],
                 sends=False,
@@ -310,24 +310,40 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         store.set(f"{prefix}/done/{server}/{rank}", header["program"])
 
 
-def _join(store: dist.Store, cell: Any, header: dict[str, Any], look: Callable[[], str | None]) -> Any:
+def _join(
+    store: dist.Store,
+    cell: Any,
+    header: dict[str, Any],
+    look: Callable[[], str | None],
+    rounds: list[Any],
+    device: torch.device,
+) -> Any:
     """Join the process group of a cell (trainer ranks and servers), and the group of ranks on this machine that
     exchange stripes (shares of what several of them need), unless this rank has joined them. Return the group of the
     machine; None: this rank exchanges no stripes.
 
     Args:
         look: returns why this update was given up, or None.
+        rounds: all rounds of this rank.
+        device: the device of its parameters.
     """
     server, rank, options = header["server"], header["rank"], (header["backend"], header["timeout_s"], look)
+    with_nccl = header["backend"] == "nccl"
     if cell.name not in _GROUPS:
         _leave_groups()
         _GROUPS[cell.name] = exchange.join(store, cell.name, cell.size, cell.of_server(server, rank), *options)
+        if with_nccl:
+            links = exchange.links_of(rounds, header["cell"], cell, sends=False)
+            exchange.connect(_GROUPS[cell.name], links, device, header["timeout_s"], look)
     gathering = cell.gathering(server, rank)
     if gathering is None:
         return None
     name, members = gathering
     if name not in _GROUPS:
         _GROUPS[name] = exchange.join(store, name, len(members), members.index((server, rank)), *options)
+        if with_nccl:
+            links = exchange.stripe_links(rounds, members)
+            exchange.connect(_GROUPS[name], links, device, header["timeout_s"], look)
     return exchange.StripeGroup(_GROUPS[name], members)
 
 
