@@ -345,7 +345,9 @@ class ModelPass:
         sent = times * layers * 2 * routed * (ep - 1) / ep
         seconds = self._links.exchange(sent, ep, etp, steps=layers * (4 * forwards + 3 * train))
         gathered = times * layers * 2 * routed * (etp - 1)
-        seconds += self._links.ring(gathered, etp, steps=times * layers * 2)
+        # gathers of tokens and of the router's weights, a scatter of outputs; without ep also a gather of token counts
+        steps = layers * (3 * times + (forwards if ep == 1 else 0))
+        seconds += self._links.ring(gathered, etp, steps=steps)
         return [Cost("T6", "experts: all-to-all", seconds, sent + gathered)]
 
     def _pipeline(self, share: Share, *, train: bool) -> Cost:
