@@ -98,8 +98,8 @@ def error_messages(tree: ast.Module, place: str) -> Iterator[Sentence]:
                 texts = texts[1:]  # the first argument is an error code for programs
             parts = {"": texts[0]} | {f"{word.arg}: ": word.value for word in node.exc.keywords if word.arg}
             text = "\n".join(name + (message(value) or "{" + ast.unparse(value) + "}") for name, value in parts.items())
-            words = sum(len(own_words(value)) for value in parts.values())
-            if words >= (2 if len(parts) > 1 else 3):  # with fewer words the text is written elsewhere
+            words = sum(len(own_words(value)) for name, value in parts.items() if name not in ("where: ", "found: "))
+            if words >= 3:  # with fewer words the text is written elsewhere
                 yield Sentence("error message", f"{place}:{node.lineno}", kind, text)
 
 

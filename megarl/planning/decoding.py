@@ -108,7 +108,8 @@ class Decoder:
         head = self._head_copies * self._counter.per_head_token
         dense = self._counter.per_token + head - self._expert_flops - mixing_flops
         filling = running + given.gemm_half_rows, group + given.gemm_half_rows
-        # running * FLOPs / (peak * share), where a product's share is rows / (rows + half the rows of its best)
+        # A product of `rows` rows reaches gemm_share * rows / (rows + gemm_half_rows) of the peak, so one factor `rows`
+        # cancels out in running * FLOPs / (peak * share).
         products = (dense * filling[0] + mixing_flops * self.attention_dp * filling[1]) / (peak * given.gemm_share)
         products += self._expert_products(running)
         # A layer's products and its attention follow each other; each takes the time of its bytes or its FLOPs.

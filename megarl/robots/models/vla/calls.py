@@ -99,7 +99,7 @@ class CallLayout:
     dim: int  # number of values per action, D
     chunk: int  # number of actions per call, K
     cameras: int = 1  # number of pictures per call
-    state: bool = False  # whether one column stands for the robot's own state
+    state: bool = False  # whether one position of the input sequence holds the robot's own state
     parallel: bool = True  # whether one pass predicts all action tokens; otherwise one after another
 
     def __post_init__(self) -> None:
