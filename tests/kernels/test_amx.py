@@ -16,9 +16,6 @@ from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAs
 
 pytestmark = pytest.mark.skipif(not amx._has_tiles() or shutil.which("g++") is None, reason="no AMX or no C++ compiler")
 
-#: A NaN with all bits set: adding to them to round carries over to 0.
-NAN = torch.tensor([-1], dtype=torch.int16).view(torch.bfloat16)
-
 
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
@@ -52,9 +49,7 @@ def test_a_row_does_not_depend_on_other_rows():
 def test_a_nan_stays_in_its_row():
     x = randn(3, 32)
     x[1, 5] = torch.nan
-    packed = amx.load().pack(randn(32, 32))
-    assert packed.multiply(x).isnan().all(1).tolist() == [False, True, False]
-    assert packed.multiply(torch.zeros_like(x), NAN.expand(32).contiguous()).isnan().all()
+    assert amx.load().pack(randn(32, 32)).multiply(x).isnan().all(1).tolist() == [False, True, False]
 
 
 def test_torch_multiplies_afterwards():
