@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.kernels import amx, build
+from megarl.rollout.embedded.model import Recipe
 from megarl.training import logprob, optimizer  # installs the changes of Megatron's source
 
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication  # isort: skip
@@ -58,6 +59,19 @@ def test_torch_multiplies_afterwards():
     before = F.linear(x, weight)
     amx.load().pack(weight).multiply(x)
     assert torch.equal(F.linear(x, weight), before)
+
+
+def test_many_rows_are_multiplied_by_torch_where_that_needs_no_second_copy(monkeypatch):
+    rows, multiply = [], amx.PackedWeight.multiply
+    monkeypatch.setattr(
+        amx.PackedWeight, "multiply", lambda self, x, bias: rows.append(len(x)) or multiply(self, x, bias)
+    )
+    weight, x = torch.nn.Parameter(randn(96, 64)), randn(257, 64)
+    product, of_copy = (Recipe(torch.bfloat16, 32).linear(w) for w in (weight, weight.detach().clone()))
+    expected = x.double() @ weight.detach().double().t()
+    for result in (product(x[:256]), product(x), of_copy(x)):
+        assert error(result, expected[: len(result)]) < 1e-2  # rounded to bf16
+    assert rows == [256, 257]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -13,6 +13,7 @@ AMX, bf16 weights are packed for kernels/amx.cpp, whose products of 32 rows take
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
     from megarl.architectures.vision_language import VisionEncoder
     from megarl.models.policy import PolicyModel
 
+AMX_ROWS = 256
+"""Up to this number of rows kernels/amx.cpp multiplies faster than torch; prompts have more, decode steps fewer."""
+
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Return whether this CPU can multiply by packed weights of `dtype`; bf16 needs AVX-512 or newer."""
@@ -79,7 +83,10 @@ class Recipe:
         kernels = amx.load() if amx.AmxKernels.fits(w) else None
         if kernels is not None:
             tiles = kernels.pack(w)
-            return lambda x: tiles.multiply(x, b)
+            # A weight that is copied for decoding is not kept twice, so its tiles also multiply prompts.
+            is_copied = w.data_ptr() != weight.data_ptr() or not isinstance(weight, torch.nn.Parameter)
+            most = math.inf if is_copied else AMX_ROWS
+            return lambda x: tiles.multiply(x, b) if len(x) <= most else F.linear(x, w, b)
         packed = torch.ops.mkldnn._reorder_linear_weight(w, self.pack_rows)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")
 
