@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -107,4 +108,6 @@ def gap(engine: MegatronEngine, requests: list[Any], groups: list[list[Any]]) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    os._exit(exit_code)  # a communication thread can abort the interpreter's teardown
