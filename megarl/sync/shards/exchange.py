@@ -130,13 +130,17 @@ def join(
     joined: Future[dist.ProcessGroup] = Future()
 
     def wait_for_all() -> None:
-        group = error = None
+        group: dist.ProcessGroup | None = None
+        error: BaseException | None = None
         try:  # by another connection, because torch's store holds a lock while it waits for a key
             group = _join(store.clone(), name, size, rank, backend, timeout_s)  # type: ignore[attr-defined]
         except BaseException as raised:
             error = raised
         if joined.set_running_or_notify_cancel():
-            joined.set_exception(error) if group is None else joined.set_result(group)
+            if group is not None:
+                joined.set_result(group)
+            else:
+                joined.set_exception(error)
         elif group is not None:
             abort(group)
 
