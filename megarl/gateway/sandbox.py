@@ -236,7 +236,7 @@ class Sandbox:
         return [python, "-I", "-S", *begin, *(_absolute(part, self.cwd) for part in program)]
 
     def paths(self, program: Sequence[str], function: str | None) -> list[str]:
-        """Return the absolute paths that a program needs or may read, none of them in another one."""
+        """Return the absolute paths that a program needs or may read; one of them may lie in another."""
         paths = [os.path.abspath(path) for path in self.readable]
         if self.cwd is not None:
             paths.append(os.path.abspath(self.cwd))

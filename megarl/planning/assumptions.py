@@ -83,8 +83,8 @@ class PlanAssumptions:
     # further fixed milliseconds of a layer's router and experts in a forward pass, however many they are
     experts_ms: float = 0.07
     element_bytes: float = 20.0  # bytes moved per element kept for the backward pass, in forward and backward together
-    # fp32 FLOPs per element kept for the backward pass: an element takes the time of these FLOPs or that of its bytes
-    # (`element_bytes`), whichever is longer
+    # fp32 FLOPs, in forward and backward together, per element kept for the backward pass: an element takes the time of
+    # these FLOPs or that of its bytes (`element_bytes`), whichever is longer
     element_flops: float = 0.0
     logit_elements: float = 1.1  # work on a logit, in units of the work on an element kept for the backward pass
     memory_share: float = 0.6  # share of the memory's bandwidth that is reached

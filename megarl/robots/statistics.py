@@ -64,6 +64,7 @@ def refuse_other_state(data: DatasetStatistics, state: int) -> None:
             where="model: proprio_dim or state_dim",
             found=state,
             allowed=str(data.state.dim),
+            fix="name statistics of the policy's own robot in robot.unnorm_key, or set state_dim of a new policy",
         )
 
 

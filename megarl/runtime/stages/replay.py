@@ -43,6 +43,9 @@ def replay(c: StepContext, samples: Batch) -> Batch:
     from megarl.data.batch import Batch
 
     if c.replay is None:
-        raise ValueError("the node replay must be in the actor's team, which stores the groups to train on again")
+        raise ValueError(
+            "the node replay needs data.replay, and must be in the actor's team, which stores the groups to train on "
+            "again"
+        )
     # The guarded batch `samples` refuses to read undeclared fields, but the store keeps all fields for later steps.
     return c.replay.joined(c, Batch(samples.fields, samples.columns, size=len(samples)))
