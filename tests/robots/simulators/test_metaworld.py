@@ -48,6 +48,12 @@ many = MetaWorld("button-press-topdown-v3", {"size": 32, "max_steps": 90, "trial
 next_seed = MetaWorld("button-press-topdown-v3", {"size": 32, "max_steps": 90, "seed": 1, "plain": True})
 many.reset(0)  # its second block is drawn after the first
 whole, plain = made.reset(7).frames["corner2"], many.reset(7).frames["corner2"]
+moves = []
+for one in (made, many):
+    one.reset(5)
+    done = [one.step(actions) for actions in calls]
+    moves.append([[*each.observation.state.tolist(), each.progress] for each in done])
+triangles = [int(one._env.model.mesh_facenum.sum()) for one in (made, many)]
 first, other, again = played(0, calls), played(1, calls), played(0, calls)
 last = expert(1)
 made.reset(0)
@@ -65,6 +71,7 @@ print(json.dumps({
     "starts": [played(number, calls, many) for number in (3, 53, 103)], "plain_again": played(3, calls, many),
     "arm": [float(((p[..., 0] > 80) & (p[..., 1] < 60)).mean()) for p in (whole.astype(int), plain.astype(int))],
     "shape": [list(seen.frames["corner2"].shape), str(seen.frames["corner2"].dtype), list(seen.state.shape)],
+    "moves": moves, "triangles": triangles,
     "contrast": float(np.std(seen.frames["corner2"])),
 }))
 """
@@ -134,6 +141,12 @@ def test_plain_pictures_show_the_same_arm(real):
     whole, plain = real["arm"]  # shares of red pixels
     assert whole > 0.02
     assert plain == pytest.approx(whole, rel=0.3)  # without smooth edges, and darker
+
+
+def test_plain_pictures_have_a_tenth_of_the_triangles_and_the_same_physics(real):
+    whole, plain = real["triangles"]
+    assert 1000 < plain < whole / 10
+    assert real["moves"][0] == real["moves"][1]
 
 
 def test_every_task_has_an_instruction_of_its_own():
