@@ -108,8 +108,9 @@ class Activations:
             # keys, which are as many as the queries and one chunk of keys and values, are not kept.
             return sums + self.element * t * (q + self.parallel.cp * kv)
         if self.parallel.cp > 1:
-            # Copies of queries and outputs in buckets, the keys and values of all ranks, and a mask that each layer
-            # expands. In return the rotated queries and keys are not kept.
+            # Copies of queries and outputs, grouped by sequences of similar lengths (2 q), in place of the rotated
+            # queries (q); keys and values of all ranks (cp * kv) in place of the rotated keys (kv / 2); and a mask that
+            # each layer expands (longest).
             keys = self.parallel.cp * kv - kv / 2
             return sums + self.element * t * (q + keys + longest)
         if self.gpu or longest > PROBABILITIES:

@@ -100,7 +100,7 @@ class Source:
         self.route = next((i for i, route in enumerate(plan.routes) if rank in route.senders), None)
         self.buckets: tuple[Bucket, ...] = () if self.route is None else plan.routes[self.route].senders[rank]
         givers = plan.routes[self.route].givers if live and self.route is not None else {}
-        # names of the route's tensors that this rank holds completely
+        # names of the route's tensors that this rank sends whole, from its own parameters
         self._whole_here = {name for name, regions in givers.items() if {giver for _, giver in regions} == {rank}}
 
     def parts(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:

@@ -187,7 +187,8 @@ def _name_classifier(
     known: list[int | None] = [hf_config.pad_token_id]
     if tokenizer is not None:
         ends.append(tokenizer.eos_token_id)
-        # No text ends with the padding token, the BOS token, or a special token that the chat template does not use.
+        # Candidates for padding, with which no text ends: the tokenizer's own padding token, the BOS token, and special
+        # tokens that the chat template does not use.
         template, text_of = str(tokenizer.chat_template or ""), tokenizer.convert_ids_to_tokens
         known += [tokenizer.pad_token_id, tokenizer.bos_token_id]
         known += [token for token in tokenizer.all_special_ids if str(text_of(token)) not in template]

@@ -103,7 +103,7 @@ def check_actions(env: Any, spec: TaskSpec, control: str) -> None:
     if shape != (spec.action_dim,):
         raise ValueError(
             f"{spec.name}: with control {control!r} the simulator takes actions of shape {shape}, but megarl "
-            f"expects {(spec.action_dim,)}"
+            f"expects {(spec.action_dim,)}; choose another `control` or another task"
         )
 
 
