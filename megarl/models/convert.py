@@ -45,7 +45,8 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     if (folder / ADAPTER_CONFIG).is_file():
         adapter = AdapterReader(folder, str(folder))
         folder = _base_folder(adapter)
-    # An adapter whose tensor names do not tell whether its base has a vision encoder leaves this to the base's config.
+    # None: the base's config decides, because the adapter's tensor names do not show whether the base has a vision
+    # encoder.
     vision = True if adapter is None or adapter.of_images else None
     hf = load_hf_config(ModelConfig(path=str(folder), vision=vision), str(folder / "config.json"))
     reader = CheckpointReader(folder, vision=encoder_of(hf) is not None)

@@ -68,7 +68,7 @@ class DraftHead(MegatronModule):
         # All tensor-parallel ranks hold this weight. Under sequence parallelism each has only some of the tokens, so
         # Megatron must sum the weight's gradient over them.
         self.joint.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        # Megatron adds the number of layers before this chunk.
+        # Megatron adds the number of layers before this chunk, so it is subtracted here.
         number = place + 1 - get_transformer_layer_offset(config, vp_stage=vp_stage)
         self.layer = build_module(layer, config=config, layer_number=number, vp_stage=vp_stage)
         self.final_norm = RMSNorm(config, width, eps)

@@ -148,7 +148,7 @@ def _follow_files(config: PretrainedConfig, source: str) -> None:
 
     folder = resolve_folder(source)
     if not CheckpointReader.has_weights(folder):
-        return  # only sizes are needed here; reading the weights raises the error
+        return  # keep the config's values; reading the missing weights later raises an error
     reader = CheckpointReader(folder, vision=False)
     if "score.weight" in reader:
         config.token_classification_bias = "score.bias" in reader

@@ -175,6 +175,7 @@ def add_into_main_grad(chunks: Sequence[torch.nn.Module]) -> None:
     Call it after the chunks have their buffers."""
     for chunk in chunks:
         for module in chunk.modules():
-            # Megatron's own switch for this would make its head layer require Apex.
+            # Set each layer's attribute, because Megatron's switch `gradient_accumulation_fusion` would make its head
+            # layer require Apex.
             if hasattr(module, "fuse_wgrad_accumulation"):
                 setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010 (a module of another package)

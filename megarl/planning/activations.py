@@ -103,9 +103,9 @@ class Activations:
         t, longest = self.passes.tokens, self.passes.longest
         sums = FULL * t * heads
         if self.parallel.cp > 1 and self.gpu and self.element < FULL:
-            # Copies of queries and outputs, for both chunks of this rank; copies of the keys and values up to the end
-            # of each chunk, which together are those of all ranks plus one chunk. In return the rotated queries and
-            # keys, which are as many as the queries and one chunk of keys and values, are not kept.
+            # For this rank's two chunks: copies of queries and outputs (2 q), in place of the rotated queries (q), and
+            # copies of all keys and values up to the end of each chunk (cp * kv + kv / 2), in place of the rotated keys
+            # (kv / 2).
             return sums + self.element * t * (q + self.parallel.cp * kv)
         if self.parallel.cp > 1:
             # Copies of queries and outputs, grouped by sequences of similar lengths (2 q), in place of the rotated
@@ -132,9 +132,10 @@ class Activations:
         dense = 0.0 if "mlp" in again else element * 3 * self.passes.tokens * dense_width / self.parallel.tp
         if not facts.is_moe:
             return ends + dense
-        # The router's logits, probabilities and expert map; token rows in expert order: the input, gate and up
-        # projections, their product after the router's weight and, without GPU kernels, before it.
+        # The router's logits, probabilities and expert map.
         router = s * facts.experts * (3 * FULL + 2)
+        # Rows in expert order: the input (`hidden`); of width `ffn`, the gate and up projections, their product times
+        # the router's weight and, without GPU kernels, the product before this multiplication.
         products = 3 if self.gpu else 4
         experts = element * self.routed * (facts.hidden * self.parallel.expert_tp + products * facts.ffn)
         shared = element * 3 * self.passes.tokens * facts.dimensions["shared_ffn"] / self.parallel.tp
@@ -197,7 +198,8 @@ class Activations:
         weights = 2 * width * facts.hidden + t * (facts.hidden + width) if tp > 1 else 0.0
         dense = max(products, weights - 2 * t * width)
         rows = self._expert_rows if facts.is_moe else 0.0
-        gathered = t * facts.hidden if self.split_stream else 0.0  # Megatron's buffer, one for all layers
+        # Megatron gathers the hidden states of all tensor-parallel ranks in one buffer that all layers share.
+        gathered = t * facts.hidden if self.split_stream else 0.0
         most = max(element * dense if self.sparse < 1 else 0.0, rows)
         again = self.layer if self.engine.recompute == "full" else 0.0
         return most + element * gathered + again
@@ -208,8 +210,8 @@ class Activations:
         results of experts that are split over ranks are summed."""
         ways, element = self.parallel.expert_tp, self.element
         backward = 4 * element * ways
-        # Results of experts in their own order and in token order; the latter in fp32; rows of two ranks that are being
-        # summed; rows as sent and as received.
+        # The rows of `ways` ranks: results in expert order and in token order (2 element), the latter also in fp32
+        # (FULL). The rows of one rank: two fp32 summands, and the rows as sent and as received.
         forward = (2 * element + FULL) * ways + 2 * FULL + 2 * element if ways > 1 else 0
         return max(backward, forward) * self.routed * self.facts.hidden
 

@@ -95,7 +95,8 @@ class Decoder:
         read = (facts.parameters - experts - mixing) / self.tp + mixing / self._attention_tp
         read += (self._head_copies - 1) * facts.hidden * facts.dimensions["vocab"] / self.tp
         if experts:
-            # Ranks of one tensor-parallel group have the same rows.
+            # All ranks of a tensor-parallel group have the same samples, so gathered rows are those of _gathered / tp
+            # groups.
             tokens = running * max(1.0, self._gathered / self.tp)
             read += experts / self._holders * (1 - (1 - facts.experts_per_token / facts.experts) ** tokens)
         group = running / self.attention_dp  # samples of a group of ranks

@@ -448,7 +448,9 @@ def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job:
     if not packed and config.rollout_dtype == config.model.dtype:
         return []
     embedding = 0.0
-    if not facts.tied and team.parallel.pp == 1:  # only the head is copied, which a tied model and a last stage have
+    # Generation reads the embedding without a copy. A tied embedding is also the head, which is copied; with several
+    # stages, the last one has the head but no embedding.
+    if not facts.tied and team.parallel.pp == 1:
         embedding = facts.vocab / team.parallel.tp * facts.hidden * BYTES[config.rollout_dtype]
     return [term("weights as generation reads them", size - embedding, "rollout.dtype, the model's size", rough=True)]
 

@@ -390,7 +390,8 @@ class ModelPass:
             groups.append((expert, max(1, self.devices // (experts * parallel.pp)), experts))
         parts = [(numbers * each * (size - 1) / size, size, stride) for numbers, size, stride in groups]
         sent = sum(part for part, _, _ in parts)
-        # CPUs scatter and gather them at the rate of sums (system/compat/gloo.py), but not in the background.
+        # CPUs reduce-scatter gradients and gather parameters at the rate of sums (system/compat/gloo.py), but not while
+        # the backward pass runs (overlap_grad_reduce).
         sums = not engine.distributed_optimizer or not engine.overlap_grad_reduce
         seconds = sum(self._links.ring(part, size, stride, steps=2, sums=sums) for part, size, stride in parts)
         what = "reduction of gradients"

@@ -77,7 +77,8 @@ class WeightSyncMemory:
             cells = min(self.config.rollout.sglang.servers, _MOST_CELLS, self.team.devices)
             groups = f"NCCL's groups with {count(cells, 'cell')} of servers"
             terms.append(Term(groups, cells * CELL_BYTES, "rollout.sglang.servers", 0.0))
-            return terms  # trainer ranks send straight to server ranks: no slices between them, no mapped memory
+            # Trainer ranks send straight to server ranks, so there are no connections for slices and no mapped memory.
+            return terms
         if near:
             ranks = f"NCCL's connections for slices of weights to {count(near, 'rank')}"
             terms.append(Term(ranks, near * PEER_BYTES, "actor.parallel.tp", 0.0))

@@ -26,7 +26,8 @@ def token_bytes(config: RunConfig, field: str) -> int:
     """Return the approximate bytes per token of a batch field; fields of teachers, routes and kept tokens have several
     numbers."""
     if field == "teacher_topk" and (chosen := chosen_divergence(config.algorithm.distillation)) is not None:
-        return _NUMBER * (chosen.settings.topk + 1)  # an id and a log-prob per entry, both float32
+        # A float32 id and log-prob for each of the top tokens, and one pair for all other tokens together.
+        return _NUMBER * (chosen.settings.topk + 1)
     if field == "teacher_hidden":
         sizes = [_hidden_size(ModelConfig(path=path)) for path in config.teacher.paths.values()]
         return BYTES[config.model.dtype] * (sum(sizes) or _WIDE)

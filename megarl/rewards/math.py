@@ -114,8 +114,8 @@ def _time_limit(seconds: float) -> Iterator[None]:
         if lost.exc_type is not _TimeLimit:
             report(lost)
 
-    # The alarm repeats every 0.02 s: Python drops its exception if it hits a finaliser or a callback of the garbage
-    # collector.
+    # Python drops the alarm's exception inside a finaliser or a callback of the garbage collector. The alarm therefore
+    # repeats every 0.02 s, and this hook does not report dropped exceptions of the alarm.
     sys.unraisablehook = unraisable
     signal.setitimer(signal.ITIMER_PROF, seconds, 0.02)
     try:

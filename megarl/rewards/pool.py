@@ -193,7 +193,8 @@ class ScorerPool:
             index = whole(message.get("index"), range(len(worker.chunk)), "the sample's index in an answer")
             position = worker.chunk[index]
             if position in worker.done and self._mode == "sequential":
-                for taken_over in worker.chunk[index:]:  # the scored code sent replies: drop all from this sample on
+                # The scored code wrote one of the two replies itself, so drop the outcomes from this sample on.
+                for taken_over in worker.chunk[index:]:
                     outcomes.pop(taken_over, None)
                     worker.done.discard(taken_over)
                 raise Malformed(f"the process answered twice for sample {index} of {len(worker.chunk)}")

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 #: Names that the reference answer has in sources: in a sample, or as a parameter of other trainers' functions.
 _READS = re.compile(r"\b(answer|answers|ground_truth|ground_truths)\b")
 _SCORES = re.compile(r"\bscores\s*(:\s*\w+\s*)?=\s*False\b")
-#: Name of the built-in environment that leaves the score to the reward, and of all that read no reference answer.
+#: Name of the built-in environment that leaves the score to the reward.
 _TOOLS = "tools"
+#: Names of the environments that read no reference answer.
 _READ_NONE = (_TOOLS, "verifiers", "gymnasium", "openenv")
 
 

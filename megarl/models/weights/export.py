@@ -297,7 +297,7 @@ class _Content:
             [copies, more, {} if draft is None else {n: str(kind) for n, kind in draft.dtypes(dtype).items()}]
         )
         of_model, types = table.shapes(), tensor_dtypes(chunks, dtype)
-        # a repetition follows its original
+        # Each of the model's tensors is followed by the draft head's copies of it.
         sources = {copy: name for name in of_model for copy in (name, *copies.get(name, ()))}
         shapes = {name: of_model[origin] for name, origin in sources.items()}
         dtypes = {name: types[origin] for name, origin in sources.items()}

@@ -70,7 +70,8 @@ def export_adapter(
             writer.add(_PREFIX + form(name), tensor)
         writer.close()
         modules = [form(name) for name in stored]
-        sees = encoder_of(hf) is not None  # PEFT does not convert names of experts of these models
+        # PEFT converts the names of experts only in models without a vision encoder.
+        sees = encoder_of(hf) is not None
         settings = peft_config(lora, modules, base, mixture=num_experts(hf) is not None and not sees)
         settings["target_modules"] = _targets(settings["target_modules"], modules, whole=sees)
         text = json.dumps(settings, indent=2, sort_keys=True)
@@ -93,7 +94,8 @@ def _stack_of(name: str) -> tuple[str, int]:
 def _homes(names: Iterable[str]) -> dict[str, str]:
     """Map the name of each adapter tensor of a model to the name of the tensor in the file that contains it."""
     names = list(names)
-    if not any(".experts.0.gate_up_proj." in name for name in names):  # other models have a tensor for each expert
+    # PEFT stacks experts only if gate and up are one projection; otherwise each expert has tensors of its own.
+    if not any(".experts.0.gate_up_proj." in name for name in names):
         return dict(zip(names, names, strict=True))
     return {name: _stack_of(name)[0] for name in names}
 

@@ -200,7 +200,7 @@ def _may_be_marked(a: Compound, b: Compound) -> bool:
 def _names_many(group: Compound) -> bool:
     sides = [item.sides[0] for item in group.items if isinstance(item, Relation) and item.ops == ("=",)]
     letters = {side.name.partition("_")[0] if isinstance(side, Symbol) else "" for side in sides}
-    # `x_1` and `x_2` are two solutions for x.
+    # `x_1` and `x_2` are two solutions for x, so they count as one name.
     return len(sides) == len(group.items) > 1 and len(set(sides)) > 1 and len(letters) > 1
 
 

@@ -105,7 +105,8 @@ def _check_shown(files: list[str], robot: RobotConfig) -> None:
 def _check_columns(robot: RobotConfig, shape: VisionShape, limit: int) -> None:
     """Check that a policy call with the shortest prompt fits `limit` positions; instructions are not known yet."""
     pictures = shape.patches * len(robot.cameras)
-    # The state and actions that an action expert reads have the same positions in every denoising step.
+    # An action expert reads the state and `chunk` actions. They count once, because every denoising step has them at
+    # the same positions.
     actions = 1 + robot.chunk if robot.family == FLOW else action_columns(robot)
     columns = _LEAST_PROMPT + pictures + bool(shape.state) + actions
     if columns > limit:

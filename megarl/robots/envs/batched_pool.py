@@ -244,7 +244,8 @@ class BatchedPool:
         fails.
         """
         entries, replayed, answers = turn.entries, self._replay, dict[int, Answer]()
-        if not replayed:  # before any counter changes, because these answers may be malformed
+        # Convert the answers before any counter changes, because a malformed answer raises an error here.
+        if not replayed:
             seen = (entry for entry in entries if entry["kind"] in ("reset", "step"))
             answers = {entry["slot"]: self._answer(entry, turn.states[entry["slot"]]) for entry in seen}
         for name, spent in turn.seconds.items():

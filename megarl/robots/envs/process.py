@@ -246,6 +246,7 @@ def environment(settings: SimulatorSettings, where: str, cuda_device: int | None
             fix=f"add {cuda_device}: NUMBER; `eglinfo` lists the devices in the order of their numbers",
         )
     made["MUJOCO_EGL_DEVICE_ID"] = str(settings.egl_devices[cuda_device])
-    if not settings.batched:  # robosuite refuses an EGL device number that this variable does not list
+    # robosuite refuses an EGL device number that CUDA_VISIBLE_DEVICES does not list, so remove the variable.
+    if not settings.batched:
         made.pop("CUDA_VISIBLE_DEVICES", None)
     return made

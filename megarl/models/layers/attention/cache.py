@@ -37,7 +37,8 @@ class PositionCache:
         self.device = device
         size = slots * max_length * heads * head_dim
         self._buffers = [[torch.empty(size, dtype=dtype, device=device) for _ in range(layers)] for _ in range(tensors)]
-        if fixed:  # padded batches read and mask rows that were never written, and 0 * NaN is NaN
+        # Padded batches read and mask rows that were never written. Fill them with 0, because 0 * NaN is NaN.
+        if fixed:
             for flat in itertools.chain(*self._buffers):
                 flat.zero_()
         self._spare = None if fixed else torch.empty(size, dtype=dtype, device=device)

@@ -159,7 +159,7 @@ class TorchCpu:
         rows, wide = self._rows(q, k), lse.dtype
         up, queries, context = (rows.split(x)[None] for x in (grad, q, out))
         keys, values = (x.transpose(0, 1)[None] for x in self._repeated(q, k, v))
-        # as the forward pass returns them: the heads last in memory
+        # torch's backward kernel gets the log-sum-exps in its forward kernel's layout, with the heads last in memory.
         sums = rows.split(lse[..., None])[..., 0].t().contiguous().t()[None]
         operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         given = up, queries, keys, values, context, sums, 0.0, self.causal

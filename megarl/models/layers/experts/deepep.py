@@ -197,7 +197,8 @@ class DeepEPDispatcher(MoETokenDispatcher):
         tokens = tokens.view(-1, tokens.shape[-1])
         chosen = torch.nonzero_static(routing_map, size=len(tokens) * self.config.moe_router_topk)[:, 1]
         chosen = chosen.view(len(tokens), -1)
-        # In the group's order of ranks, the expert-tensor-parallel rank changes fastest.
+        # In the group's order of ranks, the expert-tensor-parallel rank changes fastest, so the `tp_size` slices of an
+        # expert are on consecutive ranks.
         owners, numbers = chosen // self._experts, chosen % self._experts
         slices = torch.arange(self.tp_size, device=tokens.device)
         ranks = owners[..., None] * self.tp_size + slices

@@ -146,7 +146,8 @@ def update_corrections(routers: Sequence[ExpertRouter], rate: float, groups: Seq
     counts = torch.stack([router.counts for router in routers])
     for group in groups:
         counts = group.all_reduce(counts)
-    less = counts.sum(1, keepdim=True) - counts * counts.shape[1]  # experts times (mean - count), in whole numbers
+    # Number of experts * (mean - count): the sign of mean - count, computed in integers and so without rounding.
+    less = counts.sum(1, keepdim=True) - counts * counts.shape[1]
     for router, direction in zip(routers, less.sign(), strict=True):
         router.expert_bias += direction * rate
         router.counts.zero_()

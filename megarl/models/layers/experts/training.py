@@ -54,8 +54,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     if len(x) and _is_aligned(weight, x.dtype) and x.dtype != torch.float64:
         transposed = weight.transpose(1, 2)
-        # On compute capability 10 torch's kernel may leave the gradient of a group without rows undefined
-        # (pytorch/pytorch#172439).
+        # On compute capability 10 torch's kernel may leave the gradient of a group without rows undefined, so it is set
+        # to 0 (pytorch/pytorch#172439).
         on_gpu = weight.device.type == "cuda"
         if transposed.requires_grad and on_gpu and torch.cuda.get_device_capability(weight.device)[0] == 10:
             empty = ends.diff(prepend=ends.new_zeros(1)) == 0
@@ -279,7 +279,7 @@ class TokenDispatcher(MoETokenDispatcher):
         Args:
             counts: int64 [all experts], number of this rank's rows for each expert.
         """
-        # In the group's order of ranks, the expert-tensor-parallel rank changes fastest.
+        # The ranks of the group are ordered [ep, etp], so the gathered counts are [ep, etp, all experts].
         every = gather_from_sequence_parallel_region(counts, group=self.tp_ep_group)
         arriving = every.view(self.ep_size, self.tp_size, -1)[:, :, self._first : self._first + self._experts]
         self._held = arriving.transpose(0, 1)  # [etp, ep, experts]: received rows come in this order
