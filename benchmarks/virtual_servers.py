@@ -3,8 +3,8 @@
 The client (`Dispatch`, its slots and its router) runs as it is, in an event loop whose clock jumps to the next event.
 Only the HTTP call is replaced, by a server that decodes all of its samples at the same speed. So 100,000 samples on 256
 servers take seconds, and show what the client costs and how evenly it uses the servers. `--clients 128` divides samples
-and servers evenly among so many clients, as a run does among its replicas, and shows what is lost because no client
-uses another one's servers.
+and servers evenly among 128 clients, as a run does among its replicas, and shows what is lost because no client uses
+another one's servers.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def generate(servers: int, samples: int, group: int, capacity: int) -> Outcome:
 
 
 def _generate(servers: int, tokens: Sequence[int], group: int, capacity: int) -> Outcome:
-    """Generate samples of so many `tokens` each."""
+    """Generate a sample of each length in `tokens`."""
     samples, lengths = len(tokens), dict(enumerate(tokens))
     apis = {i: ServerApi(f"http://127.0.0.1:{i + 1}", "", f"server {i}") for i in range(servers)}
     config, failures = SGLangConfig(max_concurrency=capacity), deque[Any]()
@@ -164,6 +164,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--capacity", type=int, default=128, help="samples in flight per server")
     parser.add_argument("--clients", type=int, default=1, help="clients that share samples and servers evenly")
     options = parser.parse_args(argv)
+    if options.servers % options.clients:
+        parser.error(f"--clients {options.clients} does not divide --servers {options.servers}")
     sizes = (options.servers, options.samples, options.group, options.capacity)
     outcome = generate(*sizes) if options.clients == 1 else generate_in_shares(*sizes, options.clients)
     print(

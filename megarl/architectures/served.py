@@ -28,9 +28,8 @@ class ServedClass:
     # whether groups of a server's ranks can compute the attention of different samples; in other classes all ranks
     # add up one sum
     attention_dp: bool = False
-    whole_embedding: bool = (
-        False  # whether each rank then stores the whole embedding, not the rows of its group's share
-    )
+    # with attention groups: whether each rank stores the whole embedding instead of its group's share of the rows
+    whole_embedding: bool = False
     # whether SGLang computes the model on GPUs only, or a function that returns this for the arguments of `wrong`
     needs_gpu: bool | Callable[[Mapping[str, Any], Sequence[Mixer]], bool] = False
 

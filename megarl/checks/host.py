@@ -86,7 +86,7 @@ def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamP
         if Role.ROLLOUT in team.roles and config.rollout.colocated and config.rollout.sglang.releases_graphs:
             # while the GPU memory of CUDA graphs is released, SGLang keeps a copy of it in host memory
             offloaded.append(_times(ranks, graphs()))
-        # The buffers of responses are on the device here, so no part of their host memory is certain.
+        # Token ids and log-probs of responses are on the device here, so 0 is the least host memory that they need.
         buffers = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
         responses = [replace(_times(ranks, part), least=0.0) for part in buffers]
         states = [_times(ranks, part) for part in teacher_states(config, sizes, team)] if job == "train" else []

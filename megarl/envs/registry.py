@@ -161,7 +161,7 @@ def import_source(source: str, key: str) -> Any:
         raise
     except Exception as error:  # any exception of the user's module
         fix = f"correct {key}, or the file that it names"
-        if isinstance(error, ModuleNotFoundError):
+        if isinstance(error, ModuleNotFoundError) and error.name:
             fix = f"correct the name {error.name}, or install its package"
         raise ConfigError(f"importing {source} failed: {describe(error)}", where=key, fix=fix) from error
 

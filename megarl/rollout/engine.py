@@ -70,7 +70,7 @@ class Completion:
     kept_tokens: KeptTokens | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values; numbers of tokens as base64, because JSON of millions of floats is slow."""
+        """Return the fields as JSON values; ids and log-probs are base64, as JSON of millions of floats is slow."""
         record = None if self.kept_tokens is None else self.kept_tokens.to_text()
         ids = to_text(torch.tensor(self.token_ids, dtype=torch.int32)[:, None])
         logprobs = to_text(torch.tensor(self.logprobs, dtype=torch.float64)[:, None])

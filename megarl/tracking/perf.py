@@ -44,7 +44,7 @@ _GPUS: dict[str, tuple[float, float, float]] = {
 }
 
 _MEASUREMENTS = 5
-"""How often a CPU's peak is measured, in as many runs: other programs slow a core's AMX to a third for seconds."""
+"""Number of runs that measure a CPU's peak, because other programs can slow its AMX to a third for seconds."""
 
 
 def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:

@@ -177,7 +177,7 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
     why = "the model gets episodes one call at a time, so the loss of a token must not depend on other tokens"
     refuse(loss not in TOKEN_LOSSES, "algorithm.loss.name", loss, ", ".join(TOKEN_LOSSES), why)
     estimator, why = config.algorithm.advantage.name, "no greedy episodes are played in training"
-    refuse(estimator == "remax", "algorithm.advantage.name", estimator, "grpo, or another estimator but remax", why)
+    refuse(estimator == "remax", "algorithm.advantage.name", estimator, "any estimator except remax", why)
     _check_flow(config, checks, refuse)
     home = None if placement is None else placement.of_role(Role.CRITIC)
     apart = home is not None and placement is not None and home != placement.of_role(Role.ACTOR)

@@ -194,10 +194,10 @@ class BatchedWork(Work):
             numbers = np.asarray(as_numpy(actions), np.float32)
             size = self._kept[task].spec.action_dim
             if numbers.shape != (len(chosen), size) or not np.isfinite(numbers).all():
-                is_ = "not finite" if numbers.shape == (len(chosen), size) else f"of shape {list(numbers.shape)}"
+                actual = "not finite" if numbers.shape == (len(chosen), size) else f"of shape {list(numbers.shape)}"
                 raise RefusedCall(
                     "raised",
-                    f"the expert returned actions that are {is_}; allowed: {len(chosen)} times {size} finite numbers",
+                    f"the expert's actions are {actual}; allowed: {len(chosen)} times {size} finite numbers",
                 )
             advice |= dict(zip(chosen.tolist(), numbers, strict=True))
         return np.concatenate([advice[place] for place in range(len(slots))]) if advice else None
@@ -219,9 +219,9 @@ class BatchedWork(Work):
         for camera, (offset, shape) in layout.items():
             frames = as_numpy(views.frames[camera])
             if frames.dtype != np.uint8 or frames.shape != (len(slots), *shape):
-                is_ = f"{frames.dtype} {list(frames.shape)}"
+                actual = f"{frames.dtype} {list(frames.shape)}"
                 raise RefusedCall(
-                    "frames", f"the pictures of camera {camera!r} are {is_}; allowed: uint8 {[len(slots), *shape]}"
+                    "frames", f"the pictures of camera {camera!r} are {actual}; allowed: uint8 {[len(slots), *shape]}"
                 )
             strides = (self._stride, shape[1] * 3, 3, 1)
             np.ndarray((self._count, *shape), np.uint8, self._memory, offset, strides)[slots] = frames

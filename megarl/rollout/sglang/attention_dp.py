@@ -47,7 +47,7 @@ def check_attention_dp(config: RunConfig, facts: ModelFacts | None, checks: Chec
     if other:
         checks.fail(
             "rollout.sglang.extra_args",
-            "with these arguments the ranks of a server hold other parts of the weights than megarl compares",
+            "with these arguments a server divides its weights in a way that megarl does not support with attention_dp",
             found=other,
             allowed="other arguments, if attention_dp is above 1",
             fix="leave them out",

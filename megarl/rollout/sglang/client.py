@@ -226,7 +226,7 @@ class Dispatch:
             settings: Any = {"headers": server.headers, "allow_redirects": False}
             async with self._session.post(url, json=payload, **settings) as response:
                 await _check(response, server)
-                # answers have a list per token, of which Python's own parser would make a core busy for 4% of a step
+                # An answer has a list for each token. Python's own parser would keep a core busy for 4% of a step.
                 body: dict[str, Any] = from_json(await response.read(), cache_strings="keys")
                 return body
         except TimeoutError as error:

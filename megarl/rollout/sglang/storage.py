@@ -1,7 +1,8 @@
 """Predicts how the ranks of an SGLang server store a model, by applying `ServerLayout` to tensors without data that
 record of which boxes (rectangular parts) of checkpoint tensors they consist.
 
-Running servers describe their storage themselves. The prediction is used to plan updates of servers that do not run.
+Running servers describe their storage themselves. Benchmarks and tests plan updates of servers that do not run with the
+prediction.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def predicted_storage(
     tensors have on the wire.
 
     Args:
-        tensors: the tensors of an update; none in FP8, because `ServerLayout` does not describe scales.
+        tensors: the tensors of an update.
         shapes: shape of each tensor by name, as in a checkpoint.
     """
     names: dict[str, int] = {}

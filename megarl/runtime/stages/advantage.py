@@ -88,7 +88,7 @@ def _estimated(c: StepContext, samples: Batch, section: AdvantageConfig, policy:
 
     algorithm, needed = c.config.algorithm, advantage_fields(section)
     every = samples
-    if "values" in needed:  # only an episode's first row has the reward
+    if "values" in needed:  # only an episode's first row has the reward, so episodes of several rows are refused
         refuse_branches(samples, f"the estimator {section.name}", "algorithm.advantage.name")
     if grouped := branches(samples) and "values" not in needed:  # estimators compare episodes, not their sequences
         if algorithm.loss.aggregation.startswith("seq"):

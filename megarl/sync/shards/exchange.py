@@ -396,8 +396,8 @@ def _copies(tables: Tables, parameters: Sequence[Tensor], *, sends: bool) -> dic
 
 
 def links_of(rounds: Sequence[Round], number: int, cell: ServerCell, *, sends: bool) -> list[Link]:
-    """Return what connects this rank with others in the process group of a cell (trainer ranks and the servers that
-    they send to), whose number is `number`, for all of its rounds."""
+    """Return, for each rank with which this rank exchanges messages in any round of the cell with this number (trainer
+    ranks and the servers that they send to), whether this rank sends or receives, and the other's rank in the group."""
     peers = sorted({each.peer for now in rounds if now.cell == number for each in now.messages})
     if sends:
         return [(dist.isend, cell.of_server(*peer)) for peer in peers]
@@ -405,8 +405,11 @@ def links_of(rounds: Sequence[Round], number: int, cell: ServerCell, *, sends: b
 
 
 def stripe_links(rounds: Sequence[Round], members: Sequence[tuple[int, int]]) -> list[Link]:
-    """Return what connects this server rank with the ranks of its machine with which it exchanges stripes (shares of
-    what several of them need) in any round; `members`: the ranks of the process group, as (server, rank)."""
+    """Return a send and a receive, with the other's rank in the group, for each rank of this server rank's machine with
+    which it exchanges stripes (shares of what several of them need) in any round.
+
+    `members`: the ranks of the process group, as (server, rank).
+    """
     peers = sorted({members.index(each.peer) for now in rounds for each in now.stripes})
     return [(operation, peer) for peer in peers for operation in (dist.isend, dist.irecv)]
 

@@ -437,7 +437,8 @@ class ShardTransfer:
             place, look = cell.of_trainer(self.world.rank), partial(watch.look, number)
             group = join(self.store.connection, cell.name, cell.size, place, self._backend, limit, look)
             self._groups[number] = cell, group
-            if self._backend == "nccl":  # the other ranks may have to connect with other cells first
+            if self._backend == "nccl":
+                # with the whole deadline, because the other ranks may have to connect with other cells first
                 connect(group, links_of(rounds, number, cell, sends=True), self._device, self.timeout_s, look)
         except (RuntimeError, RoundFailed) as error:
             return f"trainer rank {self.world.rank} could not join the group: {str(error).partition(chr(10))[0]}"

@@ -187,7 +187,7 @@ class CloningExamples:
             choose(prompts, shown.task, problem, where=shown.where)
             sizes = (shown.actions.shape[1], shown.states.shape[1])
             if sizes != (self._dim, wide):
-                problem = "the numbers of an action or of a state of this demonstration have the wrong count"
+                problem = "an action or a state of this demonstration has the wrong number of values"
                 raise DataError(problem, where=shown.where, found=sizes, allowed=f"{(self._dim, wide)}")
             for camera in self._cameras:
                 if camera not in shown.cameras:
