@@ -178,7 +178,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"run folder: {run_dir}", file=config.tracking.messages, flush=True)
     before = process_of(run_dir)
     code = run_workers(launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
-    begun = process_of(run_dir) != before  # else the start was refused, and the folder's record is of an earlier run
+    # An unchanged record is an earlier run's: this start was refused.
+    begun = process_of(run_dir) != before
     if (
         arguments.command in ("train", "sft")
         and (code or read_run(run_dir).get("status") == "stopped")
@@ -243,7 +244,8 @@ def _use_run(arguments: argparse.Namespace) -> str:
         arguments.results = run_dir
     resumed = [text.partition("=")[2] for text in arguments.overrides if text.startswith("trainer.resume=")]
     checkpoint = resumed[-1] if resumed else "auto"
-    # the checkpoint's weights fit the model with which the run began, not the exported one
+    # A checkpoint that `trainer.resume` names is loaded into the model with which the run began, so the run's exported
+    # model is not used.
     if checkpoint not in ("auto", "never"):
         check_holds_run(run_dir)
         if arguments.weights is not None:

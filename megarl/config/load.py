@@ -105,7 +105,8 @@ def load_config(
             given |= _apply_override(document, text, components)
         except ConfigError as problem:
             problems.append(problem)
-    document.inherited -= given  # all overrides form one layer, whatever their order
+    # An override of a component's key belongs to the new component, even if the override that names it comes later.
+    document.inherited -= given
     dropped = _drop_inherited(document, components) if components is not None else []
     _expand_home(document.data)
     config, invalid = _validate(document, str(file), components if check_own else None)
@@ -542,11 +543,11 @@ def _validate(
         return None, problems
     if components is not None:
         config = _settle(config, document, file, components, problems)
-    # set now, because an exported model of this run has another name
+    # Replace `auto` now: the name of an exported model of this run would no longer show that it began as a base model.
     if config.data.chat_template == "auto" and config.model.named_base:
         config = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": False})})
     if config.data.video_key is not None and config.data.image_key is None:
-        # what prompts show is read by the code of images, from fields of the same names
+        # Videos are read by the code for images, which needs `image_key`.
         config = config.model_copy(update={"data": config.data.model_copy(update={"image_key": IMAGES_BESIDE})})
     if config.model.vision is None and config.data.image_key is not None:
         # set here, because the code that reads the model's config later has only the section `model`

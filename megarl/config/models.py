@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from megarl.config.training import ModelPlace, TrainingConfig
 
-#: Names that stages take for something else, or that a phase or a metric has.
+#: Names that a further model may not have: another argument of stages, a phase or a metric has the name.
 _RESERVED = (
     *("actor", "advantage", "all", "critic", "default", "dynamic_sampling", "env", "more", "perf", "reference"),
     *("response_length", "reward", "reward_model", "rollout", "scorer", "servers", "sft", "teacher", "timing_s", "val"),

@@ -513,7 +513,7 @@ def _leaves(path: tuple[str, ...], value: Any) -> Iterator[tuple[str, ...]]:
 def _unknown_key(path: tuple[str, ...], where: str, owned: Callable[[str], Sequence[str]]) -> ConfigError:
     unknown = _unknown_part(_unwrapped(path))
     near = _components_keys(unknown, owned) or _keys_ending(path) or nearest_keys(unknown)
-    # `beta` is a prefix of beta1, which is a better hint
+    # A key here that begins with the unknown key (beta1 with `beta`) is a better hint than another project's meaning.
     is_prefix = any(key.startswith(".".join(path)) for key in near)
     meant = None if is_prefix else meaning_of(path)
     parent = find_key(unknown[:-1]).section if len(unknown) > 1 else RunConfig  # type: ignore[union-attr]

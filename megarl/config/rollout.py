@@ -13,7 +13,7 @@ from megarl.config.engines import DEFAULT, engine_facts
 from megarl.config.model import ParallelConfig
 from megarl.config.sglang import SGLangConfig
 
-#: U+FFFD stands for broken bytes. Half a character decodes to it until the other half is sampled.
+#: A stop string may not contain U+FFFD: a half-sampled character decodes to it, so the string could end a turn there.
 StopString = Annotated[str, StringConstraints(pattern=r"^[^\ufffd]+$")]
 
 ClassReference = Annotated[str, Field(pattern=r"^\S+:[A-Za-z_][\w.]*$", examples=["file.py:Class", "pkg.mod:Class"])]

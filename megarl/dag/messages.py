@@ -163,8 +163,8 @@ class RunStart(Message, topic="start"):
     resumed_at: int | None  # step of the checkpoint that the run resumes from; None: it starts without a checkpoint
     source: str | None  # folder of the checkpoint that the run resumes from, RUN_DIR/checkpoints/step_N
     reference: str | None  # folder of the reference's weights; None: there is no reference
-    # folder of the actor's weights, from which critic and further models of other teams start; None: all of them have
-    # a path, or `source`
+    # folder of the actor's weights, from which critic and further models of other teams start; None: each of them has
+    # a path, or is loaded from the checkpoint in `source`
     initial: str | None
     reference_key: str = ""  # the recipe key that names the reference's weights; empty: they are in the run's folder
 

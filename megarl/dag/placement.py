@@ -198,7 +198,8 @@ def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[
     named = {name: tuple(Role(role) for role in team.roles) for name, team in placement.teams.items()}
     _check_further(named, config)
     apart = {role for team in named.values() for role in team}
-    further = tuple(role for role in roles if role.is_further and role not in apart)  # in the actor's processes
+    # Further models that the recipe assigns to no team go to the actor's team.
+    further = tuple(role for role in roles if role.is_further and role not in apart)
     named = {name: (*team, *further) if Role.ACTOR in team else team for name, team in named.items()}
     _check_roles(named, roles)
     devices = sum(team.devices for team in placement.teams.values())
@@ -325,7 +326,8 @@ def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> It
     known: dict[str, str | None] = {}  # team -> node that made the samples that the team has
     for id in graph.order():
         node, inputs = graph[id], graph.inputs(id)
-        # With as_ready, dropped groups are replaced before they reach such a node, which then requests no more samples.
+        # With as_ready, dropped groups are replaced before they reach a node that refills. It then requests no more
+        # samples, so it may be in any team.
         if not (node.declared.refills and not config.async_.in_order):
             _check_together(node, None if inputs.samples is None else graph[inputs.samples], graph, nodes)
         apart = inputs.samples is not None and nodes[inputs.samples] != nodes[id]

@@ -145,7 +145,7 @@ class Conversations:
         for place, turn, stop in zip(places, turns, stops, strict=True):
             self._refuse_run_on(chat, messages[: place + 1], turn, text[:stop], row)
         content = messages[-1]["content"]
-        # DeepSeek-R1's template removes the reasoning from every turn, also from the one that is to be generated.
+        # DeepSeek-R1's template removes the reasoning even from the last turn, so take that turn from the message.
         if _CLOSE in content and _CLOSE not in turns[-1].text and shown.startswith(text[: starts[-1][0]]):
             before = turns[-1].before + shown[starts[-1][0] :]
             turns[-1] = Turn(before, _continued(shown, content), ended=False)

@@ -99,7 +99,7 @@ def _of_generation_config(path: str | None) -> list[int]:
     if folder is not None and (folder / GENERATION_CONFIG).is_file():
         return end_token_ids(folder)
     if not is_hub_name(path) or (folder is not None and any(folder.glob("*.safetensors"))):
-        return []  # the download of the weights includes this file where the model has one
+        return []  # a folder with the weights would also have this file, if the model had one
     from huggingface_hub import hf_hub_download
 
     try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.rollout.seeds import Seeds
 
-#: Version of weights that nobody knows.
+#: Weight version of expert responses: the weights that generated them are unknown.
 UNKNOWN_VERSION = -1
 
 

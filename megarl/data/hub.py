@@ -143,7 +143,8 @@ def ask(sources: list[HubSource]) -> tuple[dict[HubSource, Answer], str | None]:
             with urllib.request.urlopen(request, timeout=ASK_S):
                 answers[source] = "there"
         except urllib.error.HTTPError as error:
-            # Without a token the hub hides what is private; the token itself is left to the hub's own packages.
+            # This request has no token, so the hub hides private sources from it. If the user has a token, the answer
+            # stays `unknown`: the hub's own packages will use the token.
             names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
             has_token = any(os.environ.get(name) for name in names) or hub_paths().token.is_file()
             if error.code in (401, 403, 404) and not has_token:

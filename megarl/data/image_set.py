@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: A temporal patch of a video has instead of `STILL` the distance of its time to the video's first, in positions.
 Place = tuple[int, int, int, int]
 STILL = -1
-#: Numbers of a place in a batch, in runs without videos and with videos.
+#: How many numbers of each `Place` a batch stores: the first three in runs without videos, all four with videos.
 STILLS, CLIPS = 3, 4
 
 
@@ -244,6 +244,6 @@ def lags_of(clip: VideoClip, settings: VideoSettings) -> list[int]:
     if settings.timestamps:
         return [0] * len(numbers)
     if settings.clock is not None:
-        seconds = np.float32(settings.temporal / clip.sampled_fps)  # of a temporal patch
+        seconds = np.float32(settings.temporal / clip.sampled_fps)  # duration of a temporal patch
         numbers = (numbers.astype(np.float32) * (np.float32(settings.clock) * seconds)).astype(np.int64)
     return [int(number) for number in numbers]

@@ -41,8 +41,8 @@ def separate_images(observation: Any, images: ImagePrompts | None) -> tuple[Any,
     def plain(text: str) -> str:
         if images is None:
             return text
-        # Two passes take linear time for any text. Removing a token may join the text around it to the same token; the
-        # second pass replaces such a token by white space, which cannot join text to a token.
+        # Remove image tokens in two passes, which take linear time for any text. The first may join the text around a
+        # token to another image token; the second replaces that token by white space, which cannot form a token.
         token = images.token_text
         return text.replace(token, "").replace(token, "\n" if " " in token else " ")
 

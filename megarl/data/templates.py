@@ -316,7 +316,8 @@ class ChatTemplate:
         """
         for place in places:
             message, keys = messages[place], extra_keys(messages[place])
-            once = message["role"] not in self._roles  # a template may write messages of some roles only
+            # Check the content of each role's first message: a template may leave out the messages of a role.
+            once = message["role"] not in self._roles
             self._roles.add(message["role"])
             for key in [*keys, *(["content"] if (keys or once) and _content(message).strip() else [])]:
                 without = {name: value for name, value in message.items() if name != key}
@@ -405,7 +406,8 @@ def _names_read(template: str) -> set[str] | None:
     import jinja2
     from jinja2 import meta
 
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # the template is parsed, not rendered
+    # not sandboxed, as the template is parsed and not rendered
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
     except jinja2.TemplateError:

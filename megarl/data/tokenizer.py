@@ -37,7 +37,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     key = "model.tokenizer" if model.tokenizer else "model.path"
     if Path(name).expanduser().is_dir():
         check_tokenizer_files(Path(name).expanduser(), key)
-    transformers.install()  # AutoTokenizer looks up the tokenizer's class by the model's configuration
+    # AutoTokenizer imports the model's config class, whose checks would otherwise import slow modelling code.
+    transformers.install()
     from transformers import AutoTokenizer
 
     try:

@@ -180,7 +180,8 @@ class AsReadyLoop:
                 generating, scoring = generator.busy, bool(self._scoring)
                 if not (generating or scoring) or (interrupts and self._wanted):
                     break
-                # on servers `wait` also joins meetings of all replicas, for which rewards may be far too late
+                # On servers, call `wait` even if nothing is in flight: it joins meetings of all replicas, which would
+                # time out if this replica first waited for rewards.
                 looks = generating or generator.is_async
                 if looks:
                     with phase("rollout"):

@@ -11,7 +11,7 @@ first call of a segment, when the other replicas have filled their slots too.
 
 from __future__ import annotations
 
-_PART = 8  # slots of a replica for which it keeps one prompt in reserve
+_PART = 8  # a replica keeps one prompt in reserve for this many of its slots
 _SHARE = 32  # a call is delayed by at most this fraction of a segment
 _LONGEST_S = 2.0  # longest delay of a call
 

@@ -106,7 +106,8 @@ def evaluate_step(c: RankState, recorder: Recorder, step: int) -> float | None:
         with phase("await_validation", waits_for=c.team.of(Role.ROLLOUT)):
             validated = Validated.read_together(c.mail, step)
         recorder.samples(step, validated.rows)
-        if c.layout.rank == 0:  # the rollout team has reduced them over its ranks, so only one rank adds them here
+        # The rollout team has reduced these metrics over its ranks, so only one rank of this team adds them.
+        if c.layout.rank == 0:
             c.context.metrics.merge(Metrics.from_json(validated.metrics))
         return validated.accuracy
     if not c.team.holds(Role.ROLLOUT):

@@ -142,7 +142,8 @@ def _make(settings: GymnasiumSettings) -> Any:
             fix="correct env.id or env.kwargs, or install the package that registers it",
         ) from error
     if settings.observation == "render":
-        chosen = "ansi" in game.metadata.get("render_modes", ())  # only another mode in `env.kwargs` prevents this one
+        # A game that can draw text does so, unless `env.kwargs` chooses another render mode.
+        chosen = "ansi" in game.metadata.get("render_modes", ())
         raise ConfigError(
             "this environment draws no text",
             where="env.observation",

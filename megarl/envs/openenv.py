@@ -23,7 +23,7 @@ from megarl.system.errors import describe
 _CLOSE_S = 20.0  # seconds to end all connections
 _BYTES = 64 << 20  # maximum size of a message
 _FULL, _INVALID = "CAPACITY_REACHED", "VALIDATION_ERROR"
-_FULL_FOR = 10  # deadlines of a reply for which a server may have no room
+_FULL_FOR = 10  # how long an episode waits for room on a full server, as a multiple of the deadline of a reply
 _AGAIN_S = 0.2  # seconds until the next attempt to begin an episode on a full server
 
 
@@ -171,7 +171,7 @@ class OpenEnv(Environment):
                     "its max_concurrent_envs must be at least env.max_running times the number of replicas, plus the "
                     "episodes of its other clients"
                 )
-            self.is_waiting = True  # until other episodes end
+            self.is_waiting = True  # the server is full until another episode ends
             await self._socket.close()
             await asyncio.sleep(_AGAIN_S)
 

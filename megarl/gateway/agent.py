@@ -215,7 +215,8 @@ class AgentReplica:
         sandbox, self.policies = settings.sandbox_of(), services.policies
         path = None if sandbox is None else sandbox.open()
         self.gateway = Gateway(settings.models, settings.host, path, self.policies, settings.max_running)
-        self.url = self.gateway.url if sandbox is None else f"http://127.0.0.1:{PORT}"  # for programs
+        # the address at which programs reach the gateway
+        self.url = self.gateway.url if sandbox is None else f"http://127.0.0.1:{PORT}"
         self.programs = Programs(
             settings.command,
             settings.function,

@@ -42,7 +42,8 @@ class Connections:
         allowed = _EACH if files == resource.RLIM_INFINITY else files // 2 // sessions
         self.each = max(1, min(_EACH, allowed))
         self.most = self.each * sessions
-        self._open: dict[RequestHandler, str] = {}  # the oldest first; key of the session, empty for strangers
+        # session key of each open connection, the oldest connection first; empty: no session
+        self._open: dict[RequestHandler, str] = {}
         self._refused: set[_Refused] = set()
         self._sockets: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -146,7 +147,7 @@ class _Refused(asyncio.Protocol):
         self._has_answered = True
         message = f"the endpoint has {self._most} open connections, as many as it may have; send the request again"
         error = {"message": message, "type": "rate_limit_error", "code": "rate_limit"}
-        body = json.dumps({"type": "error", "error": error})  # as both APIs read it
+        body = json.dumps({"type": "error", "error": error})  # clients of OpenAI and of Anthropic both read this form
         head = (
             "HTTP/1.1 503 Service Unavailable",
             "Content-Type: application/json",

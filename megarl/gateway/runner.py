@@ -236,7 +236,8 @@ class Runner:
         os.close(program.output)
         if program.input >= 0:
             self._close_input(program)
-        if code < 0:  # a container ends with its program, but not when a signal kills docker's client
+        # A container outlives docker's client if a signal kills the client, so it is ended here.
+        if code < 0:
             _start_after(program)
         with contextlib.suppress(OSError), open(os.path.join(program.order["folder"], "output.txt"), "wb") as file:
             file.write(program.tail)

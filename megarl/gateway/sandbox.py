@@ -269,7 +269,7 @@ def _bubblewrap(sandbox: Sandbox, program: list[str], function: str | None, envi
     interpreter = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))]
     paths = _outermost([*interpreter, *sandbox.paths(program, function)])
     root = is_root()
-    hidden = _unreachable(paths) if root else []  # for `nobody`, such as a Python below /root
+    hidden = _unreachable(paths) if root else []  # what the user `nobody` cannot reach, such as a Python below /root
     targets = {path: str(shared / "mounts" / str(paths.index(path))) if path in hidden else path for path in paths}
     for path in hidden:
         place = Path(targets[path])

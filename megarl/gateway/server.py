@@ -40,7 +40,7 @@ POLICY = "policy"
 LOOPBACK = "127.0.0.1"
 _MOST_BYTES = 16 << 20  # maximum bytes of a request
 _DEPTH = 100
-_GRACE_S = 60.0  # seconds in which a stream may still become an error, because it has not begun
+_GRACE_S = 60.0  # longest delay of a stream's first byte; until then an error is still an HTTP error status
 _ALIVE_EVERY_S = 3.0  # seconds between signs of life of a stream
 _ENDED_KEPT = 10_000
 #: (request's body, replies, name of the response) -> the response's body, and its events if it is streamed
@@ -132,7 +132,8 @@ class Gateway:
             sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             sockets[-1].bind(str(self._path))
             sockets[-1].listen()
-            self._path.chmod(0o666)  # the sandbox may be another user's; keys name the sessions
+            # A sandbox may run as another user, so any user may connect; each request needs the key of a session.
+            self._path.chmod(0o666)
         self._connections.listen(sockets, cast("web.Server", self._runner.server))
 
     def open(self, session: ChatSession) -> str:

@@ -165,7 +165,7 @@ class ChatSession:
         self._waiting: deque[PendingCall] = deque()
         self._arrived = asyncio.Event()
         self._kept: dict[str, _Answering] = {}
-        self._held, self._released = 0, asyncio.Event()  # bytes of requests
+        self._held, self._released = 0, asyncio.Event()  # bytes of the requests in memory
 
     @contextlib.asynccontextmanager
     async def holding(self, size: int) -> AsyncIterator[None]:
@@ -264,7 +264,7 @@ class ChatSession:
                 continue
             with self._refused(call):
                 messages = await self._read(call.request.messages)
-                if self.over:  # meanwhile
+                if self.over:  # the session ended while the images were read
                     raise self._refusal_after_end()
                 if not call.done.done():
                     call.request = replace(call.request, messages=messages)

@@ -93,7 +93,7 @@ def transformer_config(
     if wiring_of(hf) != LLAMA or any(isinstance(mixer, Attention) and mixer.unusual for mixer in mixers_of(hf)):
         needs_local = f"{hf.model_type}, whose layers differ from Transformer Engine's,"
     elif rotated_width(hf) < head_dim(hf) and Rope(hf).scale != 1:
-        # RoPE's scale would become a part of the softmax scale, which applies to the whole head
+        # The `te` layers apply RoPE's scale in the softmax scale, which would also scale the unrotated part of a head.
         needs_local = f"{hf.model_type} with scaled rotary positions of a part of each head"
     form = layer_form(engine, dtype, where, needs_local)
     refuse_fp8(hf, parallel, engine, where)
@@ -140,7 +140,7 @@ def _model_fields(hf: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
         # Parameters are read from a checkpoint or drawn by `init_random`; Megatron's own draw depends on the layout.
         "perform_initialization": False,
         "use_cpu_initialization": not device.has_cuda(),
-        # These need Apex, or the layer spec replaces them.
+        # Each of the next five options needs Apex, or concerns a module that the layer spec replaces.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,

@@ -159,7 +159,8 @@ class TeamChannel:
             received = Batch.from_blocks(payloads)
         except ValueError as error:
             raise self._wrong(context, handover, str(error)) from error
-        if not groups:  # `fetch` returned a group of another replica, which shows names and dtypes of the fields
+        # A replica without groups fetches a group of another replica, only for the names and dtypes of its fields.
+        if not groups:
             received = received.select([])
         ids = list(chain.from_iterable(group.sample_ids for group in groups))
         if received["sample_id"] != ids:

@@ -11,7 +11,7 @@ from megarl.gateway.messages import ChatImage
 from megarl.gateway.refusals import Refusal
 
 _PIECE = 24  # characters of a piece of a stream
-_TEXTS = ("text", "input_text", "output_text", "refusal")  # types of parts
+_TEXTS = ("text", "input_text", "output_text", "refusal")  # types of message parts that are text
 _IMAGES = ("image_url", "input_image", "image")
 _SHOWN = 100  # characters of a wrong value in a message
 _CHANGES = "It changes the distribution of tokens, so the policy could not be trained on the reply"
