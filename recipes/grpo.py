@@ -180,7 +180,8 @@ def add_overlong(p: Pipeline, config: RunConfig) -> None:
     """Add the penalty for overlong responses, if the recipe has one."""
     if config.algorithm.overlong.buffer_tokens is not None:
         contract = contract_of(shaping.overlong)
-        if config.reward.of_model is not None:  # rewards are summed where advantages are computed
+        # With a reward model, the role of advantages sums the rewards, so the penalty is added there too.
+        if config.reward.of_model is not None:
             contract = replace(contract, role=Role.ADVANTAGE)
         p.add(shaping.overlong, contract=contract)
 

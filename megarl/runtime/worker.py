@@ -72,7 +72,7 @@ def _run(entry: str, config_path: Path, run_dir: Path, worker: int) -> int:
             config = hide_credentials(load_config(path))
             if worker == 0 and config.tracking.console != "quiet":
                 telling.enter_context(print_long_waits())
-            if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
+            if config.cluster.threads is not None:  # OpenMP reads the variable when torch is imported, below
                 os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)
             function = import_callable(entry, where="--entry", component=False)
         with held(run_dir) as folder:

@@ -139,7 +139,7 @@ class Simulation:
         """Simulate a step of a team's nodes, one after the other; each also waits for the end of the nodes of other
         teams that it depends on."""
         tokens = self.fullest(groups, team.replicas)
-        # The time of the rollout team's nodes is part of the samples' time.
+        # The wait for a step's samples includes the rollout team's nodes, so no node below waits for these.
         generating = () if self.system.rollout is None else self.system.rollout.nodes
         if team.takes:
             yield from self.call(team.replicas * (1 + team.takes))

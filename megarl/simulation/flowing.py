@@ -35,7 +35,7 @@ class Flowing:
         self._replicas: list[_Replica] = []
         rollout = system.rollout
         assert rollout is not None, "as_ready needs the rollout in a team of its own"
-        # Seconds that the rollout's team spends on a group after generation, from its node times for a step.
+        # A team's seconds are per step, in which a server generates `share` groups; divided by it they are per group.
         share = max(1.0, system.groups / system.servers)
         seconds = [simulation.seconds.node(id, 0.0, rollout.replicas) for id in rollout.nodes]
         self._scoring_s = (sum(seconds) + simulation.seconds.other(rollout.name)) / share
@@ -198,8 +198,8 @@ class _Replica:
         times += [self._scoring[0][0] - now] if self._scoring else []
         times += [self._batcher.left_s(now)] if missing or self._done else []
         seconds = max(_MOMENT, min([*times, self._failure - now]))
-        # With `partial` a waiting update interrupts the sleeping replica: to wait for either of two simpy events would
-        # take most of the simulation's time.
+        # A weight update interrupts this sleep if `async.partial` is set. It is no second event to wait for, because
+        # waiting for either of two simpy events would take most of the simulation's time.
         self._sleeps = True
         with contextlib.suppress(simpy.Interrupt):
             yield self._env.timeout(seconds)

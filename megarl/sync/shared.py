@@ -59,7 +59,7 @@ def _share_on_device(flat: Tensor) -> Handle:
     handle, nbytes, start, _, counter, counter_offset, event, _ = shared
     # Use the UUID: device numbers differ between processes with different visible devices.
     uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
-    # The event was recorded when the buffer was shared; the other process opens it again with each handle.
+    # False: do not wait for `event`. It was recorded when the buffer was shared, and each handle would open it again.
     values = dict(zip(_CUDA[1:], (uuid, handle, nbytes, start, counter, counter_offset, event, False), strict=True))
     return values | {key: base64.b64encode(values[key]).decode() for key in _BINARY}
 

@@ -108,7 +108,7 @@ class WeightSync:
         self._led = {number for route in self.plan.routes if route.lead == world.rank for number in route.receivers}
         self.transport = self._make_transport(run_dir, names, addresses, ranks)
         at, live = self.transport.device, self.transport.live and chunks[0].config.lora is None
-        if at.type != "cpu":  # all ranks together create nccl's communicator of the world
+        if at.type != "cpu":  # nccl makes the world's communicator in this first collective
             world.all_reduce(torch.zeros(1, device=at))
         source = Source(Pieces(chunks), self.plan, world, self.dtype, at, live=live)
         self.sender = BucketSender(source, self.transport)
@@ -247,7 +247,8 @@ class WeightSync:
             new = [n for n in ready if every or self.receivers.all[n].version is None]
             report.to_probe = sorted({n for part in self.world.all_gather_json(new) for n in part})
             whole = report.to_probe
-            if isinstance(self.transport, ShardsTransport):  # it has compared receivers of earlier updates by hashes
+            # This transport has itself compared, by hashes, the receivers that already had a version.
+            if isinstance(self.transport, ShardsTransport):
                 whole = [n for n in whole if self.receivers.all[n].version is None]
             if whole and not self.config.fp8:
                 self._verify(led, whole, report)
@@ -263,7 +264,7 @@ class WeightSync:
             WorkerError: a receiver's weights differ from the trainer's; raised on every rank.
         """
         layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in numbers))
-        compared = self.table.shapes()  # a receiver reports the parameters of its model, not those of its draft
+        compared = self.table.shapes()  # without the draft head, of which receivers report no checksums
         with stage_group(self.chunks, self.world) as stage:
             every = iter_on_all_ranks(self.chunks, stage, device())
             tensors = ((name, tensor) for name, tensor in every if name in compared)

@@ -147,7 +147,8 @@ def mask_yaml(text: str) -> str:
         return mask(text)
     for start, end, instead in sorted(_secrets(root), reverse=True):
         old = text[start:end]
-        text = text[:start] + instead + old[len(old.rstrip()) :] + text[end:]  # a block scalar ends with its line break
+        # Keep whitespace at the end of the value: a block scalar includes the line break before the next key.
+        text = text[:start] + instead + old[len(old.rstrip()) :] + text[end:]
     return mask(text)
 
 

@@ -234,7 +234,7 @@ def close_files(name: str, siblings: Iterable[str]) -> list[str]:
     >>> close_files("trian.jsonl", ["train.jsonl", "b.jsonl"]), close_files("a.jsonl", ["b.jsonl"])
     (['train.jsonl'], [])
     """
-    # A file of this exact name exists but cannot be used, such as a pipe.
+    # Leave out a file of exactly this name: it exists but cannot be used, such as a pipe.
     by_stem = {Path(sibling).stem: sibling for sibling in siblings if sibling != Path(name).name}
     return [by_stem[stem] for stem in close_matches(Path(name).stem, by_stem)]
 

@@ -221,7 +221,7 @@ class OffloadSchedule:
             if name == _STARTS or (not settled and servers - (self._granted or frozenset())):
                 with tracing.phase(MEETING):
                     self._meet()
-            # `hold` also releases the weights and cache that a restarted server keeps on the device until then.
+            # A restarted server has weights and cache on the device until this call releases all that `servers` lacks.
             if self._servers is not None and not settled:
                 self._servers.hold(*sorted(servers))
                 self._granted = servers

@@ -52,7 +52,7 @@ def guarded(*close: int) -> None:
             signal.signal(number, signal.SIG_IGN)
         for descriptor in close:
             os.close(descriptor)
-        # If the trainer ended before this request, the kernel sends no signal.
+        # The kernel sends no signal if the trainer ended before PR_SET_PDEATHSIG was set, so check that here.
         status = None if any_parent_ended(trainer) else _wait_for(worker)
     finally:
         _end_all()

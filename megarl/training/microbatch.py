@@ -41,8 +41,8 @@ class MicroBatch:
     targets: Tensor  # int64 [n], the tokens to predict
     tokens: int  # N, the number of response tokens
     kept_tokens: Tensor | None = None  # int64 [n, K], the tokens kept in sampling each target, where -1 is none
-    # For a draft head: the same with the token after each token in the place of that token, and each response token
-    # predicted one column earlier. The first token after a prompt of one token has an arbitrary column there.
+    # The micro-batch of a draft head, which predicts the token after the next one: `input_ids` has each column's next
+    # token, and `rows` are one column earlier (arbitrary for the first token after a prompt of one token).
     draft: MicroBatch | None = None
 
 
@@ -71,9 +71,9 @@ def plan(
     count = max(int(layout.dp_group.all_reduce(wanted, "max") if together else wanted), 1)
     if layout.parallel.vpp:
         count = -(-count // layout.pp_size) * layout.pp_size
-    # Attention batches neighbours of equal length.
     longest = rows.max(1).values.tolist()
     groups = [[number for part in group for number in joined[part]] for group in split_to_count(lengths, count, budget)]
+    # Rows of equal length become neighbours, which attention computes as one batch.
     ordered = [sorted(group, key=lambda number: (-longest[number], number)) for group in groups]
     return [[number * unit + i for number in group for i in range(unit)] for group in ordered]
 

@@ -74,7 +74,7 @@ def offload_part(wrapped: Iterable[Any], optimizer: Any | None, part: str, arena
         both = [b for c in wrapped for b in (*getattr(c, "buffers", ()), *getattr(c, "expert_parallel_buffers", ()))]
         return OffloadedPart(unkept([buffer.grad_data for buffer in (both if optimizer is not None else [])]))
     storages = {p.untyped_storage().data_ptr(): p for c in wrapped for p in c.parameters()}
-    # The optimizer's state; master weights that share storage with the parameters move with these.
+    # Leave out master weights that share storage with the parameters: they move with the parameters.
     if part != PARAMETERS:
         state = {tensor.untyped_storage().data_ptr(): tensor for tensor in _optimizer_tensors(optimizer)}
         storages = {pointer: tensor for pointer, tensor in state.items() if pointer not in storages}

@@ -70,7 +70,7 @@ def wrap_chunks(
         DistributedDataParallel(model_config, config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
-    # Gradients that are sent while others are computed go through Megatron's hooks, which need them as tensors.
+    # With overlap, Megatron's hooks send each gradient while others are computed, and they need it as a tensor.
     if not engine.overlap_grad_reduce:
         add_gradients_in_products(chunks)
     return wrapped
@@ -112,8 +112,7 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=engine.distributed_optimizer,
             use_precision_aware_optimizer=engine.exp_avg_dtype == "bf16",
-            # Only of the first moment: the second moment's relative change per step, 1 - beta2, is less than bf16
-            # resolves.
+            # The second moment stays float32: its relative change per step, 1 - beta2, is less than bf16 resolves.
             exp_avg_dtype=DTYPES[engine.exp_avg_dtype],
             store_param_remainders=False,  # whole masters, which checkpoints read and write in place
         ),

@@ -96,7 +96,8 @@ class StreamedOptimizer:
                 copy()
             counts += groups
             self._leave(part, piece, shared)
-        for group, stepped in counts:  # an optimizer that counts a group's steps has counted in the group's copy
+        # `step` ran on copies of the groups: take over what it changed in them, such as a group's step count.
+        for group, stepped in counts:
             group.update({name: value for name, value in stepped.items() if name != "params"})
 
     @staticmethod

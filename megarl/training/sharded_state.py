@@ -232,7 +232,8 @@ def _create_state(part: Any) -> None:
         for parameter in group["params"]:
             if part.optimizer.state[parameter]:
                 continue
-            if holds_masters(part):  # `init_state_fn` calls it without `store_param_remainders`
+            # `init_state_fn` would call `initialize_state` without `store_param_remainders`.
+            if holds_masters(part):
                 part.optimizer.initialize_state(parameter, store_param_remainders=False)
             else:
                 part.optimizer.state[parameter].update(

@@ -141,8 +141,8 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype)
         for part in chunks(len(hidden), shard.chunk):
             g = grad[part] * shard.inverse_temperature
-            # The gradient of l_k - log Z is 1 at token k minus softmax(l); that of log Z_rest - log Z is the softmax
-            # over the other tokens minus softmax(l).
+            # The outputs are l_k - log Z for each of the k tokens, and log Z_rest - log Z for all others together.
+            # Their gradients for the logits l are onehot(k) - softmax(l), and softmax over the others - softmax(l).
             logits = scaled_logits(hidden[part], weight, shard.inverse_temperature, shard.cap)
             slope = _without(logits, ids[part], shard.start).sub_(log_rest[part, None]).exp_().mul_(g[:, -1:])
             slope -= (logits - log_z[part, None]).exp_().mul_(g.sum(1, keepdim=True))

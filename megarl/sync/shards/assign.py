@@ -178,7 +178,7 @@ class SenderLoads:
         self.part = parts.part.tolist()
         self.out = np.zeros((len(parts.part), cells))
         self.into = np.zeros((receivers, cells))
-        # loads are fractions of an equal share: for senders of the cell's bytes, for receivers of their bytes per phase
+        # loads are relative: a sender's to an equal share of the cell's bytes, a receiver's to its mean bytes per phase
         total = np.bincount(demand.cell, demand.nbytes, cells)
         # senders count twice: the busiest sender delays the whole update, the busiest receiver only its phase
         self._per_out = (2 * parts.senders / np.maximum(total, 1)).tolist()
@@ -223,7 +223,7 @@ def _filled(levels: list[float], slopes: list[float], amount: float, grain: floa
     possible; return (index in `levels`, share) of each."""
     order = sorted(range(len(levels)), key=lambda i: (levels[i], i))[: max(1, int(amount // max(grain, 1.0)))]
     used, height = 0, 0.0
-    weight = offset = 0.0  # sum of 1 / slope, and of level / slope
+    weight = offset = 0.0  # sums over the used indices: of 1 / slope, and of level / slope
     for used, i in enumerate(order, 1):
         weight += 1 / slopes[i]
         offset += levels[i] / slopes[i]

@@ -132,7 +132,8 @@ def join(
     def wait_for_all() -> None:
         group: dist.ProcessGroup | None = None
         error: BaseException | None = None
-        try:  # by another connection, because torch's store holds a lock while it waits for a key
+        try:
+            # Join over a second connection: torch's store holds a lock while it waits, which would block `look`.
             group = _join(store.clone(), name, size, rank, backend, timeout_s)  # type: ignore[attr-defined]
         except BaseException as raised:
             error = raised
@@ -335,7 +336,7 @@ def _rounds(
         part = buffers[turn % 2][place : place + nbytes] if place >= 0 else None
         peer = (receiver[0], receiver[1]) if sends else (-1, sender)
         message = RoundMessage(peer, part if part is not None else torch.empty(0))
-        if who in (None, (receiver[0], receiver[1])):  # other messages go to other ranks of the machine
+        if who in (None, (receiver[0], receiver[1])):  # the tables also have messages to other ranks of the machine
             rounds[turn].messages.append(message)
         data.append(message)
     if who is not None:
@@ -343,7 +344,7 @@ def _rounds(
     links = zip(*(tables[f"links.{key}"].tolist() for key in ("message", "start", "nbytes", "tensor")), strict=True)
     for link, (message, start, nbytes, tensor) in enumerate(links):
         for view in copies.get(link, ()):
-            if at[message] < 0:  # without a buffer, from parameter to parameter
+            if at[message] < 0:  # the message needs no buffer: its data is the parameter's own memory
                 flat = view.as_strided((view.numel(),), (1,), view.storage_offset())
                 data[message].data = flat.view(torch.uint8)
                 continue
@@ -462,7 +463,8 @@ class RoundRunner:
                 self._give_up(now.cell, why, groups)
             if now.cell in self.failed:
                 continue
-            while len(flights) > 1 or (flights and flights[0][0].buffer == now.buffer):  # a round between was skipped
+            # One earlier round may stay in flight, if it uses the other buffer; after a skipped round it does not.
+            while len(flights) > 1 or (flights and flights[0][0].buffer == now.buffer):
                 self._end(flights.popleft(), groups)
             if now.cell in self.failed:
                 continue

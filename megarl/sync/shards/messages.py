@@ -108,7 +108,7 @@ def _in_buffers(
         stripe = np.zeros(len(groups), np.int64)
         np.maximum.at(stripe, group, inside + room[stripes])
         gathers, members = _gathers(groups, stripe, receivers, fans)
-        # a rank's receive buffer begins with the stripes of all ranks of its group
+        # A receive buffer begins with the stripes of all ranks of its group, so all other messages come after these.
         key = gathers.round.astype(np.int64) * len(receivers) + members
         order = np.argsort(key)
         wanted = columns.round * len(receivers) + columns.receiver

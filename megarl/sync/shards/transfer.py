@@ -149,10 +149,10 @@ class ShardTransfer:
         self.own, self.planner, self.world, self.prefix, self.timeout_s = own, planner, world, prefix, timeout_s
         self.address = address
         self._store: SharedStore | None = None
-        self._last: list[str] = []  # keys of the last update that this rank deletes: of receivers that it led
+        self._last: list[str] = []  # keys of receivers that this rank led in the last update; the next one deletes them
         self._place = ("", 0)
         self._described: dict[str, _Described] = {}  # receiver's address -> its ranks' storages and machines
-        self._plans: dict[tuple[str, ...], _Plan] = {}  # only that of the last set of receivers, by their addresses
+        self._plans: dict[tuple[str, ...], _Plan] = {}  # addresses of the last receivers -> their plan; one entry
         self._written: list[str] = []  # keys of the last plan's parts; rank 0 deletes them when there is a new plan
         self._groups: dict[int, tuple[ServerCell, dist.ProcessGroup]] = {}  # by the cell's number
         self._updates = 0
@@ -181,8 +181,9 @@ class ShardTransfer:
         start = time.perf_counter()
         self._updates += 1
         store = self._meet(receivers)
-        self._describe(receivers, led, report)  # collective, so all ranks have left the update before
-        if self.world.rank == 0:  # server ranks that still wait for keys of that update, which are deleted below, stop
+        self._describe(receivers, led, report)  # collective: all trainer ranks have left the previous update
+        # The new number stops server ranks that still wait for keys of the previous update, which are deleted below.
+        if self.world.rank == 0:
             store.set(f"{self.prefix}/update", str(self._updates))
         failed = {number for part in self.world.all_gather_json([*report.failed]) for number in part}
         store.delete(*self._last)
@@ -408,7 +409,7 @@ class ShardTransfer:
         wanted = sorted({each.cell for each in plan.rounds})  # joined in this order, the same on all ranks
         lost: dict[int, str] = {}
         limit_s = min(_READY_S, self.timeout_s)
-        end = time.monotonic() + limit_s  # all receivers are called at the same time
+        end = time.monotonic() + limit_s  # one deadline for all cells: their receivers were called at the same time
         for number in wanted:
             cell = plan.cells[number]
             why = watch.wait_ready(number, end, limit_s) or self._join(number, cell, watch, plan.rounds)
@@ -464,7 +465,7 @@ class ShardTransfer:
                 if why is None and not watch.is_done(place, receiver.layout.ranks, plan.name):
                     why = "the server has answered, but one of its ranks does not have the weights of this update"
             if why is not None:
-                known = why.startswith(receiver.name)  # an error that the server returned
+                known = why.startswith(receiver.name)  # the server's own errors already begin with its name
                 report.failed[receiver.number] = why if known else str(failure(receiver, _PHASE, why))
 
     def _compare(

@@ -19,8 +19,8 @@ from megarl.sync.shards.table import Array, ColumnTable
 FAN_GAIN = 1.25
 """Each rank of a machine receives a stripe (an equal share) of boxes that several of them store, and they exchange the
 stripes, if otherwise one of them would receive more than this many times its equal share of the machine's bytes."""
-# a box (a rectangular part of a tensor) is not cut into pieces of fewer bytes where the stripes of ranks meet, the
-# shares of it that the ranks of a machine receive
+# Where one rank's stripe ends and the next one's begins, a box (a rectangular part of a tensor) is cut only into pieces
+# of at least this many bytes; fewer if the stripes are small.
 _STRIPE = 1 << 16
 
 

@@ -20,5 +20,5 @@ def first(results: int, kernel: Callable[..., Any]) -> Callable[..., tuple[Any, 
     return call
 
 
-# The output and the log-sum-exps; the gradients of queries, keys and values.
+# torch unpacks two results of the forward pass (output, log-sum-exps) and three gradients (queries, keys, values).
 _flash_attn_fwd, _flash_attn_bwd = first(2, interface._flash_attn_fwd), first(3, interface._flash_attn_bwd)

@@ -42,7 +42,8 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     for stale in [key for key in _MAPPED if key[0] != header["update"]]:
         del _MAPPED[stale]
     key = header["update"], header["sender"]
-    if not flat.is_cuda:  # keeps host memory mapped; a GPU buffer may be a copy, which later buckets do not reuse
+    # Keep host memory mapped for later buckets. A GPU buffer may be a copy, which later buckets do not reuse.
+    if not flat.is_cuda:
         _MAPPED.setdefault(key, {})[flat.untyped_storage().data_ptr()] = flat
     flat = _to_own_device(model, flat)
     tensors = [

@@ -210,7 +210,7 @@ def _box(place: CopyTarget, shape: Sequence[int], what: str) -> tuple[list[int],
             )
         part = min(size, sizes[dim] - lo[dim])
         hi[dim], strides[dim] = lo[dim] + part, stride
-        if part < size:  # the cut goes on in the dimension before this one
+        if part < size:  # the run is longer than this dimension: its rest is in the one before
             runs.append((size // part, step * part, stride * part))
     return lo, hi, strides
 

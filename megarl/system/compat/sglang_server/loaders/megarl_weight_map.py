@@ -300,11 +300,13 @@ def copy_mapped(model: Any, tensors: Sequence[tuple[str, Tensor]]) -> list[tuple
 def derive(model: Any) -> None:
     """Compute again the tensors that the model derives from its parameters and keeps in addition to them."""
     _WRITTEN.discard(model)
-    if hasattr(model, "post_load_weights"):  # latent attention also keeps its key-value projection split in two
-        # a draft head has its one layer as `decoder`, where SGLang's class of glm4_moe_lite looks only when asked to
+    # Latent attention also keeps its key-value projection split in two, which `post_load_weights` does again.
+    if hasattr(model, "post_load_weights"):
+        # A draft head's one layer is `decoder`; SGLang's class of glm4_moe_lite finds it only with `is_nextn`.
         of_draft = hasattr(getattr(model, "model", None), "decoder")
         model.post_load_weights(**({"is_nextn": True} if of_draft else {}))
-    for module in model.modules():  # norms whose factor is stored minus 1 keep a copy of the whole factor
+    # Norms that store their factor minus 1 also keep a copy of the whole factor, which is computed again here.
+    for module in model.modules():
         if hasattr(module, "refresh_gemma_weight"):
             module.refresh_gemma_weight()
 
