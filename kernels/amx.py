@@ -99,17 +99,17 @@ def _cases(kernels: AmxKernels, generator: torch.Generator) -> Iterator[tuple[st
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
 
-    # one token, half a tile, several tiles; more tokens and columns than one block of the gradient has
+    # Test one token, half a tile, several tiles, and more tokens and columns than one block of the gradient has.
     for tokens, rows, width in ((1, 32, 64), (17, 96, 32), (50, 64, 96), (1030, 32, 672)):
         x, weight, bias, grad = draw(tokens, width), draw(rows, width), draw(rows), draw(tokens, rows)
         product = x.double() @ weight.double().t()
         packed = kernels.pack(weight)
-        yield f"product of {tokens} rows", packed.multiply(x), product, 1e-2  # rounded to bf16: 4e-3
+        yield f"product of {tokens} rows", packed.multiply(x), product, 1e-2  # rounding to bf16 alone gives 4e-3
         yield f"product of {tokens} rows and a bias", packed.multiply(x, bias), product + bias.double(), 1e-2
         sums = draw(rows, width).float()
         expected = sums.double() + grad.double().t() @ x.double()
         kernels.add_gradient(grad, x, sums)
-        yield f"gradient from {tokens} rows", sums, expected, 1e-5  # float32 sums of exact products: 2e-7
+        yield f"gradient from {tokens} rows", sums, expected, 1e-5  # sums in float32 are off by 2e-7
 
 
 @functools.cache

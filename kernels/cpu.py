@@ -197,7 +197,7 @@ class CpuKernels:
             out: float32 [4, n], contiguous in its last dimension; row 2 is not written without `entropy`.
             start: vocabulary index of the first column.
         """
-        targets = targets.contiguous()  # a copy has to live until the call returns
+        targets = targets.contiguous()  # the variable keeps a copy alive while the kernel reads from its pointer
         self._statistics(
             *(logits.dtype == torch.bfloat16, *_pointers(logits, targets, out), out.stride(0), entropy),
             *(*_sizes(logits), start, inverse_temperature),
@@ -291,7 +291,7 @@ def _pointers(*tensors: Tensor | None) -> list[int | None]:
 def load() -> CpuKernels | None:
     """Return the kernels, compiled if they are not cached; None if there is no compiler or, with one warning, if
     compiling or the check fails."""
-    from megarl.kernels.cpu_check import check  # cpu_check imports this module
+    from megarl.kernels.cpu_check import check  # imported here, because cpu_check imports this module
 
     library = compiled(_SOURCE, check)
     return None if library is None else CpuKernels(library)

@@ -172,7 +172,7 @@ def _attend(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, 
 
 
 def _stream(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    # each node a sequence; then a tree of nodes 1 to 4 between two sequences
+    # First each node is a sequence of its own; then nodes 1 to 4 form a tree, between two sequences.
     lengths, groups, per, scale = (1, 5, 18, 4, 1, 7), 2, 3, size**-0.5
     starts = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu")
     tokens = sum(lengths)

@@ -331,8 +331,8 @@ def _log_times(low, high, ids):  # type: ignore[no-untyped-def]
     """Return the noise log E (float32) of `megarl.models.noise.exponential_noise` for uint32 keys and ids."""
     counter = ids * 0x9E3779B9
     bits = _mix32(_mix32(counter ^ low) + high) & 0x7FFFFFFF
-    u = (bits.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
-    u = tl.minimum(u, 1.0 - 5.960464477539063e-08)  # 2^-24
+    u = (bits.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10  # times 2^-31: from 0 to 1
+    u = tl.minimum(u, 1.0 - 5.960464477539063e-08)  # 1 - 2^-24, the largest float32 below 1: log(0) would be -inf
     series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))  # log near 1 would lose precision
     return tl.log(tl.where(u < 0.00390625, series, -tl.log(1.0 - u)))
 

@@ -126,7 +126,7 @@ def _statistics(  # type: ignore[no-untyped-def]  # no type hints: Triton reads 
         exp = tl.exp(x)
         if ENTROPY:
             weighted = factor * (weighted + total * tl.where(first, 0.0, peak - new))
-            weighted += tl.sum(tl.where(exp == 0, 0.0, exp * x), 0)  # not 0 times -inf
+            weighted += tl.sum(tl.where(exp == 0, 0.0, exp * x), 0)  # 0 times -inf would be NaN
         total = total * factor + tl.sum(exp, 0)
         peak = new
     target = tl.load(targets + row) - start
@@ -168,7 +168,7 @@ def _gradients(  # type: ignore[no-untyped-def]  # no type hints: Triton reads a
     if OF_LOGP:
         upstream += tl.load(grad_logp + row)
     p = tl.exp(logp)
-    grad = tl.where(p == 0, 0.0, -p * upstream)  # not 0 times infinity for a logit of -inf
+    grad = tl.where(p == 0, 0.0, -p * upstream)  # for a logit of -inf, 0 times infinity would be NaN
     if OF_LOGP:
         grad += tl.where(column == tl.load(targets + row) - start, tl.load(grad_logp + row), 0.0)
     tl.store(out + place, (grad * inverse_temperature).to(out.dtype.element_ty), mask=inside)

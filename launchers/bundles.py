@@ -20,7 +20,8 @@ from megarl.system.errors import UnavailableError
 from megarl.system.processes import has_nvidia_device
 
 Bundle = dict[str, float]
-#: A bundle of a team with nodes of its own requests this share of the Ray resource that marks these nodes.
+#: Amount that a bundle requests of the Ray resource that marks its team's nodes, so that Ray places the bundle there.
+#: It is small, so that the resource does not limit the number of bundles.
 _SHARE = 0.001
 
 

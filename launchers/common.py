@@ -373,7 +373,7 @@ def with_date(config: RunConfig, run_dir: Path) -> RunConfig:
 
 def process_of(run_dir: Path) -> object:
     """Return the process that wrote the run's record; None without a record. When it changes, the run has begun."""
-    return read_run(run_dir, tell=False).get("process")  # the run's next start reports a damaged record
+    return read_run(run_dir, tell=False).get("process")  # no warning: the run's next start reports a damaged record
 
 
 def machine_number(launcher: str, machines: int) -> int:
@@ -406,7 +406,8 @@ def layout_environment(layout: ParallelConfig) -> dict[str, str]:
     """Return the environment variables of a worker that depend on its team's layout; CUDA reads them at its start."""
     if layout.tp == 1:
         return {}
-    # Megatron overlaps collectives and matrix products, and relies on the order of kernel launches.
+    # Megatron overlaps collectives with matrix products, and needs the GPU to start kernels in the order of their
+    # launches. A single connection to the GPU keeps this order.
     return {_CONNECTIONS: os.environ.get(_CONNECTIONS, "1")}
 
 
@@ -443,7 +444,8 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
         # host names of laptops and containers often resolve to unreachable addresses
         chosen["GLOO_SOCKET_IFNAME"] = "lo"
         servers = config.rollout.servers
-        if servers is None or not servers.urls:  # external servers on other machines may join the trainer's nccl group
+        # External servers on other machines may join the trainer's nccl group, which then needs another interface.
+        if servers is None or not servers.urls:
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
     chosen |= config.rollout.nccl_environment
     if sys.stdout.isatty():  # rank 0 writes to a pipe that leads to this terminal: let it show progress bars

@@ -15,7 +15,8 @@ from typing import IO, TextIO
 from megarl.system.errors import printable
 
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-_OF_BAR = (b"\x1b[2K", "━".encode())  # a progress bar erases its line before it is drawn again
+#: A line with one of these texts belongs to a progress bar: the code that erases the old bar, and a piece of the bar.
+_OF_BAR = (b"\x1b[2K", "━".encode())
 _SHOW_CURSOR = b"\x1b[?25h"
 _LONGEST_LINE = 1 << 16
 _POLL_S = 0.1  # seconds between two reads of the ranks' files

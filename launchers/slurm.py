@@ -367,7 +367,7 @@ def _start(job: Submission, part: Component) -> list[str]:
         start = ["env", f"{NODES_OF}={resource(part.team)}", *start]
     if slurm.image is None or slurm.container != "apptainer":
         return start
-    # Slurm may allocate a whole node: its GPUs are there although the job requested none.
+    # GPU recipes get --nv even if the job requests no GPUs: Slurm may allocate whole nodes, with all of their GPUs.
     nvidia = ["--nv"] if _gpus_to_test(job.config, part) or job.config.cluster.device_memory_gb is not None else []
     return ["apptainer", "exec", *nvidia, "--bind", _mounts(job), slurm.image, *start]
 

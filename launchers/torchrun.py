@@ -213,7 +213,7 @@ def agent(arguments: list[str], report: Path) -> int:
         torchrun(arguments)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        # torchrun sends this signal to the other ranks
+        # After a failure torchrun ends the other ranks with this signal, so they did not fail themselves.
         failed = {rank: code for rank, code in codes.items() if code != -_END}
         write_atomically(report, json.dumps(failed or codes))
         return 1

@@ -270,7 +270,7 @@ class SlurmJob:
                 self._before_the_end(step)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 step.wait(LOOK_S)
-        if self.ended and code:  # an error may only be that scancel has ended the step
+        if self.ended and code:  # Slurm also ends the step, so its error code does not prove that the run failed
             raise self._stopped()
         return code
 

@@ -37,7 +37,7 @@ def port_of(job: int, step: int) -> int:
 def is_free(port: int) -> bool:
     """Return whether nothing listens on this port of this machine."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores connections that have just ended
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that has only closed connections is free
         try:
             probe.bind(("", port))
         except OSError:
@@ -69,7 +69,7 @@ class Nodes:
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
         if len(nodes) > 1:
             environment.update(MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port))
-        if self._plan["ray"]:  # clients of the job's Ray get its token only here, from no file
+        if self._plan["ray"]:  # Ray refuses clients without the token, which is only in the environment, not in a file
             environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
         command = ["srun"]
         for number, group in enumerate(self._plan["groups"]):

@@ -84,7 +84,7 @@ def aggregation_weights(
             fix="set the sum_norm of this loss to the value of rollout.sampling.max_new_tokens",
         )
     rows = Rows.of(mask, offsets)
-    # An empty mini-batch has counts of zero and no token to weigh.
+    # The counts of an empty mini-batch are 0: divide by 1 instead.
     tokens, sequences = (max(float(c), 1.0) for c in counts)
     lengths = rows.counts(mask).double().clamp(min=1)
     per_row = _PER_ROW[mode](lengths, tokens, sequences, sum_norm or 1.0)

@@ -254,7 +254,8 @@ class Objective:
         metrics.merge(source_metrics(logp, old_logp, mask, inputs))
         if correction is not None:
             metrics.merge(correction.moments)
-        if late:  # the loss's token weights are not divided yet: by the tokens for token-mean, else by the sequences
+        if late:
+            # Add up the gradient's divisor (tokens or sequences), which is known only after the last micro-batch.
             from megarl.algorithms.aggregation import local_counts
 
             counts = local_counts(mask, inputs.offsets, copies=inputs.copies).tolist()

@@ -23,7 +23,7 @@ SECTION = "action_expert"
 #: The only model type of a language model whose keys and values an action expert can read.
 _LANGUAGE_MODEL = "llama"
 _SIZES = ("hidden_size", "intermediate_size", "action_dim", "state_dim")
-_MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0  # the periods of pi0
+_MIN_PERIOD, _MAX_PERIOD = 4e-3, 4.0  # defaults of the two fields of ExpertShape: the values of pi0
 _PERIODS = {"min_period": _MIN_PERIOD, "max_period": _MAX_PERIOD}
 
 

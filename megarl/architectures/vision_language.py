@@ -100,9 +100,9 @@ class VisionFamily:
     tokens: tuple[int, int, int] = (151652, 151655, 151653)
     video_token: int = 151656  # the default id of the token that a video's feature replaces
     clock: int | None = None  # the default of tokens_per_second; None: the class has no such key
-    # least and most pixels of a video that transformers' processor sets: of a frame, or of all frames with timestamps
+    # default of the least and most pixels of each frame of a video, or with `timestamps` of all its frames together
     video_pixels: tuple[int, int] = (128 * 28**2, 768 * 28**2)
-    timestamps: bool = False  # prompts name the time of each temporal patch, and its features are an image's
+    timestamps: bool = False  # prompts have a time and a video token for each temporal patch, not one per video
 
 
 _DEEP = VisionFamily(

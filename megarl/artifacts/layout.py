@@ -75,7 +75,7 @@ def tensor_widths(facts: ModelFacts) -> dict[str, int]:
     widths: dict[str, int] = {}
     for mixer in facts.mixer_counts:
         widths |= mixer.widths()
-    widths.setdefault("attention heads", facts.heads)  # Megatron divides them even if no layer has any
+    widths.setdefault("attention heads", facts.heads)  # Megatron divides their number even if no layer has heads
     dense = facts.dense_ffn if facts.is_moe else facts.ffn
     return {**widths, "feed-forward width": dense} if dense else widths
 
@@ -180,7 +180,8 @@ def expert_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> li
 
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 """Group sizes for which DeepEP, from version 1.2.1 on, has settings (`Buffer.get_dispatch_config`)."""
-_DEEPEP_MACHINE, _DEEPEP_CHOICES = 8, 32  # processes per machine that larger groups need; maximum experts per token
+#: Processes per machine that DeepEP needs for a group of more processes, and its limit of experts per token.
+_DEEPEP_MACHINE, _DEEPEP_CHOICES = 8, 32
 
 
 def dispatch_problem(

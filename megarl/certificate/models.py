@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
 
-_VOCABULARY = 131  # not divisible by any tensor-parallel size
+_VOCABULARY = 131  # a prime, so that tensor parallelism has to pad it
 _COMMON = {
     "hidden_size": 64,
     "num_hidden_layers": 4,

@@ -219,7 +219,7 @@ def _ranks_text(config: RunConfig, placement: Placement | None) -> str:
     layouts = [team.parallel for team in placement.teams]
     names = ["dp", "pp", "cp", "tp"]
     names += ["ep", "etp", "edp"] if any(parallel.ep > 1 or parallel.etp for parallel in layouts) else []
-    # with several teams Ray chooses the machines
+    # with several teams Ray chooses the machines, so the node of a worker is not known yet
     columns = ["worker", "rank", *names] if placement.separate else ["rank", "node", *names]
     width = max(len(team.name) for team in placement.teams)
     lines = [f"{'team':<{width}}"] if placement.separate else [""]

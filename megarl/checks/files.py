@@ -47,7 +47,8 @@ from megarl.rewards.registry import refuse_images, reward_settings
 from megarl.system.errors import ConfigError, count, relative_path_fix
 from megarl.system.imports import is_file_reference, is_module_reference
 
-# Models of one family round vocab_size up to different multiples. Their tokenizers are compared when the run starts.
+# Number of tokens by which a model's vocabulary may exceed the policy's: models of one family pad vocab_size to
+# different multiples. Their tokenizers are compared when the run starts.
 _PADDING = 1024
 
 

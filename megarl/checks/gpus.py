@@ -50,7 +50,7 @@ def _usual_gpus(config: RunConfig) -> int:
 def _more_machines(config: RunConfig, placement: Placement, workers: int, beside: int) -> str:
     """Describe a change after which machines with the usual number of GPUs are enough."""
     settings, servers = [], config.rollout.servers
-    if beside and placement.request_workers:  # on several machines servers run on GPUs of workers
+    if beside and placement.request_workers:  # on several machines servers need GPUs of workers: add workers for them
         team = placement.home(Role.ROLLOUT)
         settings = [f"{devices_key(config, team)}={team.devices + beside}", f"cluster.nproc={workers + beside}"]
         workers, beside = workers + beside, 0

@@ -130,7 +130,7 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         terms.append(term("weights of past steps", copies, "rollout.stale_steps"))
     trained = [placement.of_role(Role(model)) for model in policy_models(config)]
     if trained[0] is not None and job == "train" and (copies := policy_of(config).copies):
-        # If training is the bottleneck, no weight versions are queued. A version that is being sent is one more copy.
+        # The + 1 is a version that is being sent. The minimum is 0: if training is the bottleneck, no version waits.
         weights = (copies + 1) * sum(
             _ranks_here(config, team) * parameter_bytes(facts, team.parallel, config.model.dtype)
             for team in filter(None, trained)

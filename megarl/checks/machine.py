@@ -221,7 +221,7 @@ def _check_cache(config: RunConfig, sizes: Sizes, memory: Memory, checks: Checkl
         return
     token, longest = key_value_bytes(facts, servers.tp_size, config.cache_dtype), config.longest_sequence()
     weights = server_bytes(config, facts)
-    room = max(0.0, servers.memory_fraction * memory.free - weights)  # max_total_tokens has its own check
+    room = max(0.0, servers.memory_fraction * memory.free - weights)  # another check compares max_total_tokens
     if room >= longest * token:
         return
     least = math.ceil(100 * (weights + longest * token) / memory.free) / 100 if memory.free else 1.0

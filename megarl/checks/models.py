@@ -8,7 +8,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Kind, Role
 
-#: Keys of a model that only an update of megarl follows.
+#: Keys of a model that megarl's own updates follow, but a user's stage may ignore.
 _OF_UPDATES = ("mini_batch_size", "ppo_epochs", "shuffle")
 
 

@@ -18,7 +18,7 @@ from megarl.system.errors import ConfigError
 
 KEY = "policies"
 _NO_POLICIES = "policies='!replace {}'"
-#: Fields of an estimator that each policy's samples have.
+#: Fields beyond rewards that an estimator may read with several policies, whose samples have no others.
 _KNOWN = ("running_baseline",)
 
 

@@ -158,7 +158,7 @@ def write_fitting(
         unfit = {key: error for key, error in problems if key in made.settings and key not in _KEPT}
         if not unfit:
             failed = {check.name for check in checks.items if check.status == "fail"} if config is not None else set()
-            # A data file that is missing here is reported at the end, and does not keep the layout from fitting.
+            # Only the memory check decides about the layout: other problems, such as missing files, are reported later.
             if "memory" in failed and _split_further(made):
                 continue
             if config is None:

@@ -73,7 +73,7 @@ def dppo_kl(
     """
     p = LossInputs.of(logp, old_logp, advantages, mask)
     new, old = probabilities(p)
-    # If a probability rounds to 1, the others get 0: the divergence is infinite, or 0 if both round to 1.
+    # This term is infinite where 1 - new rounds to 0, unless 1 - old does, too: then the term is 0.
     others = torch.special.xlogy(1 - old, 1 - old) - torch.special.xlogy(1 - old, 1 - new)
     return _inside(p, -old * p.difference.detach() + others > cfg.trust_region, cfg.ratio_cap)
 

@@ -68,7 +68,7 @@ def layouts_of(processes: int) -> Iterator[tuple[str, ParallelConfig]]:
         for layout_sizes in sizes:
             layout = ParallelConfig(**layout_sizes)
             experts = layout.ep * layout.expert_tp * layout.pp if layout.ep > 1 else 1
-            heads = layout.tp <= 2  # the small models have two query groups
+            heads = layout.tp <= 2  # the models have two key and value heads, too few for a larger tp
             fits = processes % layout.model_parallel_size == 0 and processes % experts == 0 and heads
             if fits and (model == "mixture" or layout.ep == 1):
                 yield (
