@@ -91,7 +91,7 @@ def _gains(samples: Batch) -> Tensor:
             fix="set robot.reward.per_call=0",
         )
     before = progress.values.roll(1)
-    before[progress.offsets[:-1]] = 0.0  # an episode's first call; every episode has one
+    before[progress.offsets[:-1]] = 0.0  # an episode's progress before its first call; every episode has one
     return (progress.values - before).nan_to_num(0.0)
 
 

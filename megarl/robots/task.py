@@ -118,7 +118,7 @@ class RobotTask(Task):
         episodes = ranks * -(-rows // team.replicas)
         longest, shortest = episode_bytes(config, facts.vision)
         keys = "data.batch_size, rollout.sampling.n, robot.simulator.max_steps"
-        # Episodes that succeed end before their limit, at a step that only the simulator determines.
+        # Episodes that succeed end before their limit, so only the pictures of the shortest episodes are certain.
         terms = [Term(f"pictures of {episodes} episodes", episodes * longest, keys, episodes * shortest)]
         if job == "train" and (frames := recorder_bytes(config)):
             count = max(1, ranks // team.parallel.model_parallel_size) * _workers(robot_of(config))

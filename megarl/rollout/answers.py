@@ -386,7 +386,8 @@ def apply_branch(trajectory: Trajectory, answer: Answer, branch: Branch, prompt:
         version: weight version to record for tokens before the first sampled token.
     """
     reply, ids, images = answer.reply, answer.token_ids or [], answer.images
-    for lane in trajectory.lanes:  # sequences whose turns were sampled at the same time
+    # The reward belongs to the last turn; turns of other sequences that were sampled at the same time get none.
+    for lane in trajectory.lanes:
         lane.turn_rewards += [0.0] * (lane.turns - len(lane.turn_rewards))
     if trajectory.is_unanswered:
         trajectory.turn_rewards.append(reply.reward)

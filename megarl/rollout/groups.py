@@ -307,7 +307,7 @@ class GroupGenerator:
         if generation is None:
             return self._take_complete()
         if generation.is_async:
-            # The replica's ranks synchronize once per call, also without turns in flight, while servers generate.
+            # Servers generate meanwhile, so wait only briefly. All ranks call `wait`, even without turns in flight.
             self._continue(generation, lambda: True)
         elif generation.is_batched:
             if generation.any_busy(bool(self._in_turn)):

@@ -183,7 +183,7 @@ class GroupPool:
         arrived = [Batch.from_bytes(data) for data in self._group.all_to_all_bytes(blocks) if data]
         staying = [k for k in numbers if taker[k] == self._rank]
         came = [k for k, to in enumerate(taker) if to == self._rank and self._owners[k] != self._rank]
-        came.sort(key=self._owners.__getitem__)  # all_to_all returns the groups in the order of the sending ranks
+        came.sort(key=self._owners.__getitem__)  # by sending rank: the order in which all_to_all returns the groups
         return Batch.concat([samples.select(self._places(numbers, staying)), *arrived]), staying + came
 
     def _places(self, numbers: list[int], groups: list[int]) -> list[int]:

@@ -141,7 +141,7 @@ def _files(key: str, text: str) -> Iterator[tuple[str, Path]]:
     if last == _CACHE:
         return
     for name in dict.fromkeys((text, text.rpartition(":")[0], text.partition("@")[0])):
-        path = Path(os.path.expanduser(name))  # a text such as "~you are" stays as it is
+        path = Path(os.path.expanduser(name))  # Path.expanduser raises an error for a text such as "~you are"
         if path.suffix and _is(path, "is_file"):
             yield name, path
             return

@@ -114,7 +114,7 @@ class OfModel:
         given[_ACTOR] = given.pop(self._model)
         context = _context_of(c, self._model)
         rows = samples.select(places)
-        if ORDINAL not in samples:  # mini-batches are cut by the numbers of all groups
+        if ORDINAL not in samples:  # mini-batches need each group's number among the groups of all policies
             numbers = _numbers(c, samples)
             rows.set(ORDINAL, [numbers[place] for place in places])
         made = self._stage(context, rows, **given)

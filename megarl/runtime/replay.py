@@ -124,7 +124,7 @@ class ReplayStore:
             rows = stored.select(list(group))
             values = rows["advantages"].values[rows["response_mask"].values].double().abs()
             signal = float(values.mean()) if len(values) else 0.0
-            if signal > 0:  # the others would give no gradient
+            if signal > 0:  # a group whose advantages are all 0 would give no gradient
                 version = min(int(versions[place].min()) for place in group)
                 self.groups.append((StoredGroup(c.step, number, version, signal), rows))
 

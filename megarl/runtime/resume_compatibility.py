@@ -47,7 +47,7 @@ def _kl_coef(before: Plain, now: Plain) -> Effect:
 
 def _dtype(before: Plain, now: Plain) -> Effect:
     if value_at(now, "model.dtype") == "bf16":
-        return FIXED  # a checkpoint of float32 parameters has no master weights
+        return FIXED  # training in bf16 needs master weights, which a checkpoint of float32 parameters lacks
     return "from the parameters rounded to bf16, without their master weights"
 
 

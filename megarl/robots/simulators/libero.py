@@ -300,7 +300,7 @@ def _prepare() -> Path:
         names = {"bddl_files": "bddl_files", "init_states": "init_files", "datasets": "datasets", "assets": "assets"}
         paths = {"benchmark_root": str(root), **{key: str(root / name) for key, name in names.items()}}
         partial = folder / f".{os.getpid()}"
-        partial.write_text(json.dumps(paths))  # YAML reads JSON
+        partial.write_text(json.dumps(paths))  # JSON is valid YAML, which LIBERO reads
         partial.replace(folder / "config.yaml")
     software = not Path("/dev/nvidia0").exists() and ctypes.util.find_library("OSMesa")
     os.environ.setdefault("MUJOCO_GL", "osmesa" if software else "egl")

@@ -195,7 +195,7 @@ def _renderer(model: Any, size: int, plain: bool) -> Any:
     model.mat_texid[:] = -1
     model.light_active[1:] = 0
     for mesh in range(model.nmesh):
-        _coarsen(model, mesh, cell=1 / size)  # about half a pixel of the corner cameras, which show 2 m
+        _coarsen(model, mesh, cell=1 / size)  # about half a pixel, because pictures of the corner cameras show 2 m
     renderer = mujoco.Renderer(model, size, size)
     flags = mujoco.mjtRndFlag
     for flag in (flags.mjRND_SHADOW, flags.mjRND_REFLECTION, flags.mjRND_SKYBOX, flags.mjRND_FOG, flags.mjRND_HAZE):
@@ -217,7 +217,7 @@ def _coarsen(model: Any, mesh: int, cell: float) -> None:
     triangles = (rows[:, 0] < rows[:, 1]) & (rows[:, 1] < rows[:, 2])
     _, places = np.unique(rows[triangles], axis=0, return_index=True)
     chosen = np.flatnonzero(triangles)[places]
-    if not len(chosen):  # the whole mesh is smaller than a cube
+    if not len(chosen):  # the mesh is smaller than a cube, so no triangle would be left
         return
     for array in (model.mesh_facenormal, model.mesh_facetexcoord):
         array[first : first + len(chosen)] = array[first + chosen]

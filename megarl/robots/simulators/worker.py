@@ -186,7 +186,7 @@ def serve(connection: int, memory: int) -> None:
         while data := trainer.recv(1 << 16):
             inbox.feed(data)
             while (message := inbox.take()) is not None:
-                if work is None:  # the first call is `open`, which has `rows`
+                if work is None:  # the first message is the call `open`, whose `rows` selects the class
                     rows = message[0]["rows"]
                     work = BatchedWork(trainer, memory, rows) if rows else SingleWork(trainer, memory)
                 if message[0]["call"] == "close":

@@ -116,7 +116,7 @@ class SentWeights(WeightLink):
     def __init__(self, host: EngineHost, role: Role = Role.ACTOR, chunks: Sequence[PolicyModel] | None = None) -> None:
         config, world, key = host.config, host.layout.world, _key(host, role.value)
         settings, folder, chunks = config.sync, host.run_dir, host.policy if chunks is None else chunks
-        if role.is_further:  # a folder of its own for what is written on the way
+        if role.is_further:  # its weight files must not replace those of the actor, so they get another folder
             folder /= f"sync_{role.value}"
             update = {} if settings.folder is None else {"folder": f"{settings.folder}/{role.value}"}
             settings = settings.model_copy(update=update)

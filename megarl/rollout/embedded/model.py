@@ -83,7 +83,7 @@ class Recipe:
         kernels = amx.load() if amx.AmxKernels.fits(w) else None
         if kernels is not None:
             tiles = kernels.pack(w)
-            # A weight that is copied for decoding is not kept twice, so its tiles also multiply prompts.
+            # torch multiplies prompts faster, but needs the unpacked weight: use it only if the model itself has that.
             is_copied = w.data_ptr() != weight.data_ptr() or not isinstance(weight, torch.nn.Parameter)
             most = math.inf if is_copied else AMX_ROWS
             return lambda x: tiles.multiply(x, b) if len(x) <= most else F.linear(x, w, b)

@@ -63,7 +63,7 @@ class TurnSession(Session):
         self._cached: dict[int, int] = {}  # sequence -> number of positions in the cache row kept for its next turn
         self._queue: list[int] = []
         self._aborted: set[int] = set()
-        self._steps = 0  # decode steps in all calls of `wait`, of which one may have fewer than `_LOOK_EVERY`
+        self._steps = 0  # decode steps in all calls of `wait`; a single call may end before `_LOOK_EVERY`
         # Rows that pad the batch of a captured graph are, in the cache, rows kept for later turns. So that they do not
         # overwrite these, they write nothing (kernels), or write at a position that no sequence reaches.
         nowhere = self._caches.max_length - 1 if stage.kernels is None else -1

@@ -398,7 +398,7 @@ def _check_fp8(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
             fix="set sync.fp8=false",
         )
         return
-    from megarl.rollout.sglang.block_fp8 import unsplittable  # imports torch
+    from megarl.rollout.sglang.block_fp8 import unsplittable  # not at the top, because it imports torch, which is slow
     from megarl.sync.plan import FP8_BLOCK
 
     servers = config.rollout.sglang

@@ -332,7 +332,7 @@ class Fleet:
                     server.state = "catching_up"
                 else:
                     server.why = why
-                    if UNTRUSTED in why:  # the server's certificate will not change
+                    if UNTRUSTED in why:  # another check would fail too: the certificate will not change
                         self.mark_failed(server, why)
 
     def _give_up(self, server: Server) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _VOCAB_MULTIPLE = 64  # the server pads the rows of embedding and head with zeros to a multiple of this number
 _ANY_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
-#: Modules whose rows belong to heads: each rank stores a block of rows, even if the server fuses no others with them.
+#: Modules whose rows belong to heads. Ranks split them by rows, as they do with modules that the server fuses.
 _BY_HEAD = ("in_proj_qkvz", "in_proj_ba", "q_b_proj", "kv_b_proj", "q_proj")
 #: Architectures whose routers are float32 parameters of the server, whatever the model's dtype.
 _WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")

@@ -147,7 +147,7 @@ class FilledServers(WeightLink):
         self.adopt(version)
         with on_shared_devices(self._host, "publish"):
             report = self.sync.push(version)
-        # A server that is generating answers a probe only when it has room for another request.
+        # A probe may take as long as an update: a busy server answers only when it has room for another request.
         account_update(self._host, self.fleet, self.sync.run, report, self._host.config.sync.timeout_s)
         self.announce(version)
 

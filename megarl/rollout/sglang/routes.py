@@ -42,7 +42,7 @@ def read_routes(meta: dict[str, Any], form: RouteForm, tokens: int) -> Tensor | 
             f"the server's answer has {len(numbers)} numbers as routes; expected shape: {list(shape)}; {_SAME_MODEL}"
         )
     layers = numbers.view(shape)[:, torch.tensor(form.sparse)]
-    # The server's array has zeros where it has recorded no routes; the experts of a token would differ.
+    # The chosen experts of a token differ. If two are equal, they are the zeros of a token without recorded routes.
     if form.chosen > 1 and bool((missing := layers[..., 0] == layers[..., 1]).any()):
         token, layer = missing.nonzero()[0].tolist()
         raise ValueError(

@@ -216,7 +216,8 @@ class ServerProcess:
         if spec.cuda and spec.config.releases_graphs:
             environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
         if spec.config.attention_dp > 1 and spec.peers:
-            # its processes then listen on TCP, without a password, and unpickle what they get
+            # The server's processes listen on TCP without a password, and unpickle what they receive, so they must
+            # accept connections from the server's own machines only.
             environment |= {"SGLANG_ZMQ_ALLOWED_PEERS": ",".join(spec.peers), "SGLANG_ZMQ_SOURCE_IP": spec.host}
         spec.log_dir.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:

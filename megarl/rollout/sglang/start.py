@@ -53,7 +53,7 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
             f" at {', '.join(servers.urls)}" if servers.urls else f": about 17 s on two free cores; their logs: {logs}"
         )
         print(f"waiting for SGLang servers{where}", flush=True)
-    # A starting server allocates a share of the free memory.
+    # On shared devices the trainer offloads first, because a starting server allocates a share of the free memory.
     with on_shared_devices(host, "start_servers"), phase("start_servers"), keep_beating():
         try:
             return open_fleet(

@@ -345,8 +345,8 @@ class ServerTurns:
             return
         groups: dict[tuple[int, ...], list[ServedSample]] = {}
         for sample in self._to_send.values():
-            # The turns of an episode have the same prompt number but different tokens, so compare the tokens too: a
-            # group has one prompt.
+            # The requests of a group must have equal tokens. Turns of an episode share a prompt number, but not their
+            # tokens, so the key has the tokens too.
             tokens: Sequence[int] = () if self._whole else sample.prompt_ids
             groups.setdefault((sample.prompt, len(sample.token_ids), *tokens), []).append(sample)
         self._to_send = {}

@@ -33,7 +33,7 @@ def curriculum(c: StepContext, samples: Batch) -> Batch:
         everywhere |= share
     recorded = c.curriculum.record(everywhere)
     if c.layout.rank:
-        return samples  # every rank has the metrics of all groups
+        return samples  # `recorded` has the groups of all ranks, so one rank adds the metrics
     for pool, share in c.curriculum.shares().items():
         c.metrics.max(f"curriculum/{pool}/rows", share)
         scores = [group.score for group in recorded if group.pool == pool]

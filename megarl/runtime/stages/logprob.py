@@ -87,7 +87,7 @@ def _scored_once(samples: Batch, known: str, score: Callable[[Batch], Jagged]) -
     if known not in samples:
         return score(samples)
     before = samples[known]
-    new = before.values[before.offsets[:-1]].isnan()  # no response is empty
+    new = before.values[before.offsets[:-1]].isnan()  # each sample's first value; no response is empty
     values = before.values.clone()
     values[torch.repeat_interleave(new, before.lengths)] = score(samples.select(new)).values
     return before.like(values)

@@ -81,7 +81,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
             break
     informative = len(pool)
     if informative < wanted and settings.short == "fill":
-        # These rounds generated a whole batch, so kept and dropped groups together fill it.
+        # The recent rounds together generated a whole batch, so adding the groups that they dropped fills the batch.
         for samples, keep in recent:
             pool.add(samples, [not is_kept for is_kept in keep])
     elif informative < wanted:

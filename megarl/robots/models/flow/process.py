@@ -100,4 +100,5 @@ def normal_noise(seeds: Tensor, count: int) -> Tensor:
 def example_times(seeds: Tensor) -> Tensor:
     """Return random flow times, float32 [B], from pi0's distribution for training; each depends only on its seed."""
     drawn = uniforms(seeds, torch.ones_like(seeds), torch.zeros(1, dtype=torch.int64, device=seeds.device))[:, 0]
-    return _SHIFT + _SCALE * drawn ** (1 / _ALPHA)  # x^alpha is the distribution function of Beta(alpha, 1)
+    # The distribution function of Beta(alpha, 1) is x^alpha, so its inverse turns uniform numbers into Beta numbers.
+    return _SHIFT + _SCALE * drawn ** (1 / _ALPHA)

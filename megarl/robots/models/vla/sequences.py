@@ -26,7 +26,7 @@ from megarl.robots.models.vla.calls import CallLayout, PolicyFamily
 from megarl.robots.models.vla.vision import Seen
 from megarl.training.sequence_layout import PackedRows
 
-#: Fields whose length may equal the response's by chance; they are repeated for each call, not cut.
+#: Fields that are repeated for each policy call, not split into calls, even if they are as long as the response.
 _REPEATED = ("prompt_ids", *VERSION_FIELDS)
 _PER_CALL = ("states", CHAIN, FLOW_TIME)
 
