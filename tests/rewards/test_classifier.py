@@ -85,7 +85,7 @@ def test_a_sample_that_is_too_long_has_failed_and_the_others_have_not(folder):
 def test_what_is_no_classifier_is_refused(folder, tmp_path):
     transformers.Qwen3ForCausalLM(config()).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    for path, words in ((tmp_path, "weights of the classifier are missing"), (tmp_path / "no", "no config.json")):
+    for path, words in ((tmp_path, "weights of the classifier are missing"), (tmp_path / "no", "does not exist")):
         with pytest.raises(ConfigError, match=rf"reward\.kwargs\.path: .*{words}"):
             scores(samples(("1", "2")), path=path)
     with pytest.raises(ConfigError, match=r"reward\.kwargs\.label(?s:.*)0 to 1"):

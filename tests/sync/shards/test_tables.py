@@ -70,7 +70,7 @@ def test_a_digest_depends_on_every_number() -> None:
     [
         ({"boxes.offset": np.zeros(3, int)}, "column offset of BoxTable"),
         ({"boxes.offset": np.zeros(2)}, "column offset of BoxTable"),
-        ({"boxes.parameter": np.array([0, 1])}, "boxes.parameter .* 0 to 1; allowed: below 1"),
+        ({"boxes.parameter": np.array([0, 1])}, "boxes.parameter .* 0 to 1; allowed: 0 to 0"),
         ({"boxes.rule": np.array([0, 9])}, "has an unknown rule"),
     ],
 )
