@@ -80,12 +80,12 @@ class Share:
 
     @property
     def prompts(self) -> float:
-        """Number of prompts that are computed."""
+        """How many times a pass computes a prompt: for each sample, or with `once` for each group of samples."""
         return min(self.samples, max(1.0, self.samples / self.group)) if self.once else self.samples
 
     @property
     def tokens(self) -> float:
-        """Tokens of all samples that are computed."""
+        """Number of tokens that a pass over all samples computes."""
         return self.samples * self.response + self.prompts * self.prompt
 
 
