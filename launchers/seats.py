@@ -100,8 +100,8 @@ def ranks_of(
         servers: the places whose GPUs the team's servers take; None: the variables do not list servers' GPUs.
     """
     workers = slice(team.first, team.first + team.devices)
-    # The trainer's list begins with the team's own GPUs, unless they are lent; colocated servers share these. The GPUs of
-    # other teams follow, because no server may take them.
+    # The trainer's list begins with the team's own GPUs, unless they are lent; colocated servers share these. The other
+    # teams' GPUs follow, because no server may take them.
     ordered = [*([] if lends else places[workers]), *places[: workers.start], *places[workers.stop :]]
     hosts = [host for host, _ in places[workers]]
     machines = list(dict.fromkeys(hosts))

@@ -297,7 +297,7 @@ def choose(policy: StalenessPolicy, step: int, under_way: ByVersion, finished: B
     if not policy.in_time(step, left):
         raise PolicyError(
             f"{call} leaves groups that would be more than {count(policy.max_staleness, 'step')} stale; groups left by "
-            f"version: {dict(sorted(left.items()))}"
+            f"version: {dict(sorted(left.items()))}. Choose the oldest groups first, or return None to wait for them"
         )
     return list(chosen)
 

@@ -168,7 +168,7 @@ class Gateway:
                 try:
                     return list(await asyncio.gather(*calls))
                 finally:
-                    for call in calls:  # if one call was refused, the others still run
+                    for call in calls:  # if one call was refused, the others would otherwise go on
                         call.cancel()
 
             retries = request.headers.get("x-stainless-retry-count", "0")

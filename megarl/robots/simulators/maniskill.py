@@ -87,7 +87,8 @@ class ManiSkill(Simulator):
         state = _unbatched(self._raw["agent"]["qpos"]).astype(np.float32)
         if state.shape != (self.spec.state_dim,):
             raise ValueError(
-                f"{self.spec.name}: the joints of the arm have shape {state.shape}, not {(self.spec.state_dim,)}"
+                f"{self.spec.name}: the robot's joints have shape {state.shape}, not {(self.spec.state_dim,)} as those "
+                "of a Franka arm; choose another task"
             )
         return Observation(frames, state)
 

@@ -67,7 +67,8 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     if c.surplus is not None:
         pool.add(c.surplus, [True] * len(group_places(c.surplus["uid"])))
     seen: list[list[float]] = []
-    rounds = -(-wanted // c.config.round_prompts)  # rounds of generation with as many prompts as a step trains on
+    # number of rounds of generation that together have as many prompts as a step trains on
+    rounds = -(-wanted // c.config.round_prompts)
     recent: deque[tuple[Batch, list[bool]]] = deque(maxlen=rounds)
     for round_ in range(1, settings.max_rounds * rounds + 1):
         if round_ > 1:
