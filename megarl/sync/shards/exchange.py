@@ -133,8 +133,7 @@ def join(
         group: dist.ProcessGroup | None = None
         error: BaseException | None = None
         try:
-            # Join over a second connection: torch's store holds a lock while it waits, which would block `look`.
-            group = _join(store.clone(), name, size, rank, backend, timeout_s)  # type: ignore[attr-defined]
+            group = _join(store, name, size, rank, backend, timeout_s)
         except BaseException as raised:
             error = raised
         if joined.set_running_or_notify_cancel():
@@ -156,6 +155,9 @@ def join(
 def _join(store: dist.Store, name: str, size: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
     limit = datetime.timedelta(seconds=timeout_s)
     named: dict[str, Any] = {"group_name": name, "timeout": limit}  # newer torch has its own type for names
+    # The group waits for keys on a connection of its own, because torch's client holds a lock while it waits, and
+    # `look` reads the store meanwhile. With nccl the group waits in `connect`, for the id that its rank 0 makes.
+    store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
     with without_watchdog() if backend == "nccl" else contextlib.nullcontext():
         group, _ = _new_process_group_helper(size, rank, [], Backend(backend), PrefixStore(name, store), **named)
     _world.pg_group_ranks[group] = {member: member for member in range(size)}

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megarl.sync.receiver import ShardMeeting, ShardUpdate, UpdateStep
 from megarl.sync.sender import SyncReport
+from megarl.sync.shards import exchange
 from megarl.sync.shards.exchange import RoundFailed, ServerCell, join
 from megarl.system.errors import ServerError
 from megarl.system.store import SharedStore
@@ -221,6 +222,40 @@ def test_joining_a_group_ends_when_another_of_its_ranks_is_given_up():
     with pytest.raises(RoundFailed, match="joining cell: rank 1 is gone"):
         join(store, "cell", 2, 0, "gloo", 20.0, lambda: next(looks))
     assert time.monotonic() - start < 10, "it must not wait for the deadline of 20 s"
+
+
+def test_connecting_ends_when_another_rank_is_given_up_before_it_writes_the_id_of_nccl(monkeypatch):
+    waiting, connected = threading.Event(), threading.Event()
+
+    class Group:
+        """A rank's group of nccl, whose first operation waits for the id that rank 0 writes to the store."""
+
+        def __init__(self, size: int, rank: int, ranks: list, backend: Any, store: dist.Store, **_: Any) -> None:
+            self.store = store
+
+        def _get_backend(self, _: torch.device) -> Any:
+            return SimpleNamespace(eager_connect_single_device=self._wait)
+
+        def _wait(self, _: torch.device) -> None:
+            waiting.set()
+            self.store.get("id")
+            connected.set()
+
+    def look() -> str | None:
+        assert waiting.wait(10)
+        return store.get("dead").decode() if store.check(["dead"]) else None
+
+    monkeypatch.setattr(exchange, "_new_process_group_helper", lambda *args, **named: (Group(*args, **named), None))
+    monkeypatch.setattr(exchange, "_world", SimpleNamespace(pg_group_ranks={}))
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+    store.set("dead", "rank 0 is gone")
+    group = join(store, "cell", 2, 1, "nccl", 10.0, look)
+    start = time.monotonic()
+    with pytest.raises(RoundFailed, match="connecting the ranks of a group: rank 0 is gone"):
+        exchange.connect(group, [], torch.device("cpu"), 10.0, look)
+    assert time.monotonic() - start < 5, "it must not wait for the store's deadline of 10 s"
+    store.set("cell/id", "1")
+    assert connected.wait(10), "the thread that waits must end before the store does"
 
 
 def test_receivers_that_do_not_answer_have_one_deadline_together(monkeypatch):
