@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import ipaddress
 import math
 import os
 import random
@@ -144,6 +145,18 @@ def is_address_here(host: str) -> bool:
     except (OSError, UnicodeError):  # UnicodeError comes from an invalid name
         return False
     return True
+
+
+def is_every_interface(address: str) -> bool:
+    """Return whether `address` stands for every interface of a machine, in any spelling, such as `0` for `0.0.0.0`.
+    Names are not resolved.
+    """
+    with contextlib.suppress(ValueError):
+        parsed = ipaddress.ip_address(address)
+        return (getattr(parsed, "ipv4_mapped", None) or parsed).is_unspecified
+    with contextlib.suppress(OSError):  # IPv4 addresses in the spellings that `ipaddress` refuses
+        return not any(socket.inet_aton(address))
+    return address in ("", "*")
 
 
 def has_nvidia_device() -> bool:

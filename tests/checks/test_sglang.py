@@ -254,7 +254,7 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["rollout.sampling.min_p=0.1"], "rollout.sampling.min_p"),
         (["validation.sampling.min_p=0.1"], "validation.sampling.min_p"),
         (["rollout.stale_steps=1"], "rollout.stale_steps"),
-        (["rollout.sglang.host=0.0.0.0"], "rollout.sglang.host"),
+        (["rollout.sglang.host=0"], "rollout.sglang.host"),
         (
             ["cluster.nproc=2", "cluster.nnodes=2", "rollout.sglang.servers=2", "rollout.sglang.host=10.0.0.1"],
             "rollout.sglang.host",
@@ -296,7 +296,7 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["rollout.sglang.urls=[http://a:1]", "rollout.sglang.api_key_env=NO_KEY"], "rollout.sglang.api_key_env"),
         (["rollout.sglang.urls=[http://127.0.0.1:1,http://127.0.0.1:1]"], "rollout.sglang.urls"),
         (["rollout.sglang.max_total_tokens=20"], "rollout.sglang.max_total_tokens"),
-        (["sync.address=0.0.0.0"], "sync.address"),
+        (["sync.address=::0"], "sync.address"),
         (["sync.transport=shards", "model.lora={rank: 2}"], "model.lora"),
         (["sync.pause=in_place"], "sync.pause"),
         (

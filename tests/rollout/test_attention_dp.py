@@ -59,3 +59,16 @@ def test_a_name_in_place_of_an_address_is_resolved_before_servers_get_it() -> No
     assert (address_of("localhost"), address_of("10.0.0.1")) == ("127.0.0.1", "10.0.0.1")
     with pytest.raises(ConfigError, match=r"(?s)rollout.sglang.host: no address belongs to this name.*nowhere.invalid"):
         address_of("nowhere.invalid")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "0x0", "::0", "::ffff:0.0.0.0", "every.interface"])
+def test_servers_do_not_listen_on_every_interface(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "0.0.0.0")  # glibc resolves 0 and 0x0 to it as well
+    with pytest.raises(ConfigError, match=r"(?s)rollout.sglang.host: servers must not listen on every interface.*null"):
+        address_of(host)
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "a..b"])
+def test_an_invalid_name_is_an_error_of_its_key(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.sglang.host: no address belongs to this name"):
+        address_of(host)

@@ -26,12 +26,11 @@ from megarl.system.compat.cuda import check_same_nccl, driver_problem, toolkit_p
 from megarl.system.compat.sglang import find_python, install_fix, sglang_version
 from megarl.system.errors import ConfigError, count
 from megarl.system.imports import installed_version
-from megarl.system.processes import nvidia_devices
+from megarl.system.processes import is_every_interface, nvidia_devices
 
 if TYPE_CHECKING:
     from megarl.checks.checklist import Checklist
 
-EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
 #: Server arguments that megarl sets. The server uses the last of two, so setting one again would bypass a check.
 _OURS = (
     *("--model-path", "--model", "--dtype", "--load-format", "--skip-tokenizer-init", "--device"),
@@ -197,7 +196,7 @@ def _check_layout(config: RunConfig, request_workers: int, checks: Checklist, *,
     _check_nodes(config, checks)
     if servers.urls:
         return
-    if servers.host in EVERY_INTERFACE:
+    if servers.host is not None and is_every_interface(servers.host):
         checks.fail(
             "rollout.sglang.host",
             "servers must not listen on every interface",
@@ -617,7 +616,7 @@ def _check_shards(config: RunConfig, checks: Checklist) -> None:
 def _check_sync(config: RunConfig, checks: Checklist) -> None:
     """Check that the tensors sent to servers are in the form that servers and checksums expect."""
     sync, model = config.sync, config.model.dtype
-    if sync.address in EVERY_INTERFACE:
+    if sync.address is not None and is_every_interface(sync.address):
         checks.fail(
             "sync.address",
             "this address stands for every interface, and weights must be sent from one",

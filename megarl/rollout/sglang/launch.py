@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import ipaddress
 import os
@@ -20,7 +19,7 @@ from megarl.rollout.sglang.gpus import place_servers, server_gpus
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 from megarl.system.comm import WorkerGroup, address_for_others
 from megarl.system.errors import ConfigError, count
-from megarl.system.processes import nvidia_devices
+from megarl.system.processes import is_every_interface, nvidia_devices
 
 
 @dataclass(frozen=True)
@@ -141,20 +140,23 @@ def address_of(host: str) -> str:
     only.
 
     Raises:
-        ConfigError: no address belongs to this name.
+        ConfigError: no address belongs to this name, or its address stands for every interface.
     """
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.ip_address(host))
+    where = "rollout.sglang.host"
+    allowed = "an address of this machine, or a name that it resolves to one"
+    fix = "set rollout.sglang.host to an address, or to null"
     try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise ConfigError(
-            f"no address belongs to this name ({error})",
-            where="rollout.sglang.host",
-            found=host,
-            allowed="an address of this machine, or a name that it resolves to one",
-            fix="set rollout.sglang.host to an address, or to null",
-        ) from error
+        address = str(ipaddress.ip_address(host))
+    except ValueError:
+        try:
+            address = socket.gethostbyname(host)
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name, such as a..b
+            reason = f"no address belongs to this name ({error})"
+            raise ConfigError(reason, where=where, found=host, allowed=allowed, fix=fix) from error
+    if is_every_interface(address):
+        reason = f"servers must not listen on every interface, for which the address {address} stands"
+        raise ConfigError(reason, where=where, found=host, allowed=allowed, fix=fix)
+    return address
 
 
 def _own(spec: ServerSpec, place: WorkerPlace, world: WorkerGroup) -> Fleet:
