@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from megarl.sync.shards.machine import machine_name
 from megarl.system.comm import WorkerGroup, address_for_others
 from megarl.system.errors import ConfigError
 from megarl.system.processes import LOOPBACK, is_address_here
@@ -58,6 +59,21 @@ def hosts_of_ranks(world: WorkerGroup) -> tuple[dict[int, str], dict[str, str]]:
     name = socket.gethostname()
     addresses = world.all_gather_json([name, address_for_others(name, world)])
     return {rank: name for rank, (name, _) in enumerate(addresses)}, dict(addresses)
+
+
+def place_of_store(wanted: str | None, world: WorkerGroup) -> tuple[list[str], str | None]:
+    """Return the name of every rank's machine (`machine_name`), and the address at which the first rank's store has to
+    listen: `wanted` (`sync.address`) on one machine, and with several an address that the other machines reach.
+    Collective.
+
+    Raises:
+        WorkerError: a machine has no route to the other machines.
+    """
+    machine = machine_name()
+    machines = world.all_gather_json(machine)
+    if len(set(machines)) == 1:
+        return machines, wanted
+    return machines, world.broadcast_json(address_for_others(machine, world))
 
 
 def hosts_of_receivers(

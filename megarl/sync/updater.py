@@ -31,12 +31,11 @@ from megarl.models.weight_table import Coordinate
 from megarl.models.weights.export import iter_on_all_ranks, layout_of_all, stage_group
 from megarl.models.weights.fill import coordinate
 from megarl.sync import verify
-from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers
+from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers, place_of_store
 from megarl.sync.plan import TrainerRank, holdings, make_plan
 from megarl.sync.protocol import ReceiverUpdate, failure, holds_last_version, version_tag
 from megarl.sync.receiver import Checksums, Receiver, Receivers, UpdateStep
 from megarl.sync.sender import BucketSender, SyncReport
-from megarl.sync.shards.machine import machine_name
 from megarl.sync.shards.transfer import ShardReceiver, ShardTransfer
 from megarl.sync.source import Pieces, Source
 from megarl.sync.transports.base import Transport
@@ -151,10 +150,8 @@ class WeightSync:
     ) -> Transport:
         limit = self.config.timeout_s
         if self.transport_name == "shards":
-            machines = self.world.all_gather_json(machine_name())
+            machines, address = place_of_store(self.config.address, self.world)
             shards = own_shards(self.chunks, self.table, ranks, machines, str(self.dtype).removeprefix("torch."))
-            # trainer ranks on other machines connect to the store too, so its address must not be a loopback one
-            address = addresses[names[0]] if len(set(names.values())) > 1 else self.config.address
             rounds = planner(self.config.bucket_mb * 10**6)
             return ShardsTransport(ShardTransfer(shards, rounds, self.world, self.run, limit, address))
         if self.transport_name == "tensor":

@@ -97,6 +97,18 @@ def test_one_machine_needs_no_other_address_than_loopback():
     assert comm.address_for_others("machine0", comm.WorkerGroup.alone()) == "127.0.0.1"
 
 
+@pytest.mark.parametrize(("boots", "address"), [(("a", "b"), "10.0.0.1"), (("a", "a"), "10.9.9.9")])
+def test_the_store_of_cloned_machines_has_an_address_that_both_reach(monkeypatch, boots, address):
+    machines = [f"clone-{boot}" for boot in boots]
+    monkeypatch.setattr(socket, "gethostname", lambda: "clone")
+    monkeypatch.setattr(of_sync, "machine_name", lambda: machines[0])
+    monkeypatch.setattr(comm, "address_towards", lambda host: {"10.0.0.2": "10.0.0.1"}[host])
+    second = {"address": "10.0.0.2"}  # as the second machine finds its address
+    everyone = Told(0, [lambda mine: [mine, machines[1]]] * 2 + [lambda mine: [mine, second]] * 2)
+    monkeypatch.setattr(everyone, "broadcast_json", lambda value: value)
+    assert of_sync.place_of_store("10.9.9.9", everyone) == (machines, address)
+
+
 def test_a_server_is_found_on_the_first_machine_even_where_its_name_is_a_loopback_address(monkeypatch):
     known = {"machine0": ["127.0.1.1"], "machine1": ["10.0.0.2", "192.168.0.2"]}
     monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], known[name]))
