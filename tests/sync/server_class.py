@@ -60,7 +60,15 @@ def built(case: dict, rank: int):
     models, configs = [], []
     for folder in [case["folder"], *([case["draft"]] if case.get("draft") else [])]:
         config = ModelConfig.from_server_args(arguments, model_path=folder, is_draft_model=bool(models))
+        heads = [
+            (part, name, getattr(part, name))
+            for part in (config, config.hf_config, config.hf_text_config)
+            for name in ("num_attention_heads", "num_key_value_heads")
+            if hasattr(part, name)
+        ]
         config = adjust_config_with_unaligned_cpu_tp(config, loading, tp)
+        for part, name, number in heads:  # on a CPU SGLang adds heads that no GPU has, rather than share them
+            setattr(part, name, number)
         with set_default_torch_dtype(config.dtype), torch.device("cpu"):
             models.append(_initialize_model(config, loading, _get_quantization_config(config, loading)))
         configs.append(config.hf_config)

@@ -20,6 +20,7 @@ SHAPES = {
     "k": (HEADS // 2, HIDDEN),
     "o": (HIDDEN, HEADS),
     "bias": (HEADS,),
+    "decay": (2,),
     "embed": (VOCABULARY, HIDDEN),
     "turned": (HIDDEN, MIDDLE),
     **{f"expert{i}.{part}": (MIDDLE, HIDDEN) for i in range(EXPERTS) for part in ("gate", "up")},
@@ -53,6 +54,7 @@ class Model(nn.Module):
             "qk": (HEADS // 2 + HEADS // 4, HIDDEN),
             "o": (HIDDEN, HEADS // 2),
             "bias": (HEADS // 2,),
+            "decay": (1,),
             "embed": (VOCABULARY // 2 + 3, HIDDEN),  # padded
             "head": (VOCABULARY // 2 + 3, HIDDEN),  # the same numbers
             "turned": (MIDDLE, HIDDEN),
@@ -79,6 +81,8 @@ class Model(nn.Module):
             self.o.data.copy_(self._half(tensor, 1))
         elif name == "bias":
             self.bias.data.copy_(tensor.chunk(2)[self.rank])
+        elif name == "decay":
+            self.decay.data.fill_(self._half(tensor).item())
         elif name == "embed":
             for target in (self.embed, self.head):
                 target[: VOCABULARY // 2].data.copy_(self._half(tensor))

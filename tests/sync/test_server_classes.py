@@ -27,10 +27,11 @@ from megarl.sync.plan import ITEMSIZE, SLAB_BYTES, Bucket, holdings, make_plan
 from megarl.sync.verify import expected_checksums
 from megarl.system.comm import WorkerGroup
 from megarl.system.compat.sglang import LOADERS, STAND_INS
+from tests.models.tiny import tiny_dict
 from tests.models.vlm_tiny import Sample, batch_of, config_of, draw, encoder_input
 from tests.rollout.forked import run_program
 from tests.rollout.servers import need_interpreter
-from tests.sync.layouts import HERE, config, ranks_of
+from tests.sync.layouts import HERE, ranks_of
 
 pytestmark = pytest.mark.servers
 PROGRAM = Path(__file__).with_name("server_class.py")
@@ -51,12 +52,20 @@ CASES = {
     "qwen3_5_text": WIDE,
     "qwen3_next": {**WIDE, "shared_expert_intermediate_size": 64},
 }
+#: Changes with which a model divides among eight ranks; a config gets those whose keys it has.
+FOR_EIGHT = {
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 8),
+    **dict.fromkeys(("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads"), 8),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 256),
+    "vocab_size": 515,  # so that each rank has a row, and the last one padding
+}
 #: Vision-language models; of these SGLang also reads images.
 SEEING = {"qwen3_5": WIDE, "qwen3_5_moe": {**WIDE, "shared_expert_intermediate_size": 64}}
 #: Models whose servers describe their parameters; of other models loading may make something else than boxes.
 DESCRIBED = ("deepseek_v3", "gpt_oss")
 SHARED = ("model.embed_tokens", "lm_head")  # a server's draft model has these in common with its model
 GROUPED = [name for name in CASES if ARCHITECTURES[name.split()[0]].served.attention_dp]
+MIXED = [*(name for name in CASES if ARCHITECTURES[name.split()[0]].experts is not None), "qwen3_5_moe"]
 #: Name, ranks, ranks among which experts are shared, groups of ranks with attention of their own.
 SOON = [("deepseek_v3", 2), ("gpt_oss", 2, 2), ("qwen3_5", 1), ("qwen3_5_moe_text", 2, 1, 2)]
 LATER = [
@@ -65,6 +74,29 @@ LATER = [
     *((name, 2, 1, 2) for name in GROUPED if name != "qwen3_5_moe_text"),
     ("gpt_oss of four key/value heads", 4, 2, 2),
 ]
+#: Of each model servers of four and eight ranks. Many models have two key/value heads then, each on several ranks.
+WIDER = {
+    name: [
+        *([(name, 4, 2), (name, 8, 8)] if name in MIXED else [(name, 4)]),
+        (name, 8),
+        *((name, 8, 4, groups) for groups in (2, 8) if name in GROUPED),
+    ]
+    for name in (*CASES, *SEEING)
+}
+
+
+def for_eight(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a tiny model, changed so that the model divides among eight ranks."""
+    if "text_config" in raw:
+        encoder = {**raw["vision_config"], "num_heads": 8, "intermediate_size": 256}
+        decoder = {**for_eight(raw["text_config"]), "linear_num_value_heads": 16}  # two for each head of keys
+        return {**raw, "text_config": decoder, "vision_config": encoder}
+    changes: dict[str, Any] = {key: value for key, value in FOR_EIGHT.items() if key in raw}
+    if raw["num_key_value_heads"] == raw["num_attention_heads"]:  # latent attention: every head has its own keys
+        changes["num_key_value_heads"] = changes["num_attention_heads"]
+    if raw.get("model_type") == "exaone4":  # SGLang's class does not read the width of heads
+        changes["head_dim"] = raw["hidden_size"] // changes["num_attention_heads"]
+    return {**raw, **changes}
 
 
 def server_name(name: str) -> str:
@@ -153,14 +185,15 @@ class Prepared:
     of_draft: list[list[dict[str, str]]]  # the same of the draft model; empty: there is none
 
 
-def prepared(folder: Path, name: str, tp: int, ep: int = 1, groups: int = 1) -> Prepared:
-    """Write the files of a case to `folder`."""
+def prepared(folder: Path, name: str, tp: int, ep: int = 1, groups: int = 1, *, eight: bool = False) -> Prepared:
+    """Write the files of a case to `folder`; `eight`: of a model that divides among eight ranks."""
     folder.mkdir()
     dtype, samples, more = torch.bfloat16, [], {}
-    if name in SEEING:
-        hf, dtype = load_hf_config(ModelConfig(hf_config=config_of(name, **SEEING[name]), vision=True)), torch.float32
-    else:
-        hf = config(name.split()[0], **CASES[name])
+    seeing = name in SEEING
+    raw = config_of(name, **SEEING[name]) if seeing else tiny_dict(name.split()[0], **CASES[name])
+    hf = load_hf_config(ModelConfig(hf_config=for_eight(raw) if eight else raw, vision=seeing))
+    if seeing:
+        dtype = torch.float32
     drafts = name not in SEEING and ARCHITECTURES[hf.model_type].draft is not None
     table, layout = WeightTable.of(hf, draft=drafts), ServerLayout.of(hf, tp, ep, attention_dp=groups)
     write_metadata(folder, hf, None, dtype)
@@ -194,32 +227,38 @@ def prepared(folder: Path, name: str, tp: int, ep: int = 1, groups: int = 1) -> 
 
 
 @pytest.mark.parametrize(
-    "cases", [pytest.param(SOON, id="soon"), pytest.param(LATER, id="later", marks=pytest.mark.campaign("servers"))]
+    ("cases", "eight"),
+    [
+        pytest.param(SOON, False, id="soon"),
+        pytest.param(LATER, False, id="later", marks=pytest.mark.campaign("servers")),
+        *(pytest.param(WIDER[name], True, id=f"wider {name}", marks=pytest.mark.campaign("servers")) for name in WIDER),
+    ],
 )
-def test_every_parameter_of_the_class_gets_its_numbers(tmp_path, cases):
+def test_every_parameter_of_the_class_gets_its_numbers(tmp_path, cases, eight):
     need_interpreter()
-    made = [prepared(tmp_path / str(number), *case) for number, case in enumerate(cases)]
+    made = [prepared(tmp_path / str(number), *case, eight=eight) for number, case in enumerate(cases)]
     (tmp_path / "cases").write_text(json.dumps([each.case for each in made]))
     log = tmp_path / "log"
     paths = [str(tmp_path / "cases"), *map(str, (LOADERS.parent, LOADERS, *STAND_INS))]
-    assert run_program(PROGRAM, paths, log) == 0, log.read_text()[-3000:]
+    assert run_program(PROGRAM, paths, log) == 0, log.read_text().partition("Traceback")[2][:3000]
     for each in made:
         for rank in range(each.case["tp"]):
             out = Path(f"{each.case['out']}.{rank}")
             report = json.loads(out.read_text())
+            where = (each.name, *(each.case[key] for key in ("tp", "ep", "attention_dp")), rank)
             if each.samples:
                 check_seen(out.with_name(f"{out.name}.seen"), each.samples, each.hf, each.old)
-            assert report["loaded"] == each.expected[0][rank], each.name
-            assert report["derived"] == [], each.name
-            assert len(report["drafts"]) == bool(each.of_draft), each.name
+            assert report["loaded"] == each.expected[0][rank], where
+            assert report["derived"] == [], where
+            assert len(report["drafts"]) == bool(each.of_draft), where
             # Only loading makes the padding of vocabularies zero again, and gpt_oss overwrites a bias.
             rest = [name for name in report["slow"] if not re.search(r"embed_tokens|lm_head|bias", name)]
-            assert rest == [], each.name
+            assert rest == [], where
             if each.name in DESCRIBED or "refused" not in report["boxes"]:
-                assert report["boxes"] == report["loaded"], each.name
+                assert report["boxes"] == report["loaded"], where
             for draft in report["drafts"]:
-                assert draft["derived"] == [], each.name
+                assert draft["derived"] == [], where
                 for when, expected in zip(["loaded", "patched"], each.of_draft, strict=True):
                     held = {name: digest for name, digest in draft[when].items() if not name.startswith(SHARED)}
-                    assert held == expected[rank], (each.name, when)
-            assert report["patched"] == each.expected[1][rank], each.name
+                    assert held == expected[rank], (*where, when)
+            assert report["patched"] == each.expected[1][rank], where

@@ -90,6 +90,9 @@ class ProbeTensor(Tensor):
         if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
             args[1].record(args[0])
             return args[0]
+        if func is torch.ops.aten.fill_.Tensor and isinstance(args[1], cls) and args[0].numel() == 1:
+            args[1].record(args[0].view(args[1].shape))
+            return args[0]
         if func is torch.ops.aten.cat.default and all(isinstance(part, cls) for part in args[0]):
             return JoinedProbe(args[0], *args[1:], **(kwargs or {}))
         probe = next((arg for arg in args if isinstance(arg, cls)), None)
@@ -104,6 +107,16 @@ class ProbeTensor(Tensor):
             raise _cannot(func)
         views = func(*tree_map_only(cls, lambda arg: arg.meta, args), **(kwargs or {}))
         return tree_map_only(Tensor, lambda meta: cls(meta, probe.device, probe.places), views)
+
+    def item(self) -> ProbeTensor:  # type: ignore[override]  # a probe has no number
+        """Return this probe, with which SGLang fills a parameter of one number; it loads such a number by `item()`.
+
+        Raises:
+            CannotPatch: the probe has several elements.
+        """
+        if self.numel() != 1:
+            raise _cannot(torch.ops.aten._local_scalar_dense.default)
+        return self
 
     def record(self, target: Tensor) -> None:
         """Record that the model's loading code copies the elements of this probe to `target`.
