@@ -44,9 +44,14 @@ class CpuKernels:
     """The compiled kernels. Tensors are contiguous float32 or bfloat16 on the CPU, all of one dtype; no autograd.
 
     Weights of norms may also be float32 beside bfloat16.
+
+    Args:
+        threads: number of parts into which work is divided whose sums depend on the division; None: torch's number of
+            threads at the time of a call.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, threads: int | None = None) -> None:
+        self._fixed_threads = threads
         self._attend, self._stream = library.megarl_attend, library.megarl_stream
         self._add_norm, self._norm_backward = library.megarl_add_norm, library.megarl_norm_backward
         self._silu_mul, self._silu_mul_backward = library.megarl_silu_mul, library.megarl_silu_mul_backward
@@ -86,7 +91,7 @@ class CpuKernels:
         """Return the gradients of x / rms(x) * weight: of `x` [n, h] in its dtype, of `weight` [h] in float32."""
         rows, width = x.shape
         _check_width(width)
-        dx, wide, threads = torch.empty_like(x), weight.float(), torch.get_num_threads()
+        dx, wide, threads = torch.empty_like(x), weight.float(), self._threads
         parts = torch.zeros(threads, width)
         pointers = _pointers(x, grad, wide, dx, parts)
         self._norm_backward(x.dtype == torch.bfloat16, *pointers, rows, width, threads, eps)
@@ -259,6 +264,10 @@ class CpuKernels:
         self._draw(logits.dtype == torch.bfloat16, *pointers, *_sizes(logits), start, inverse_temperature)
         return out
 
+    @property
+    def _threads(self) -> int:
+        return self._fixed_threads or torch.get_num_threads()
+
     def _run_stream(
         self, tensors: tuple[Tensor | None, ...], lse: Tensor, starts: Tensor, parents: Tensor | None, scale: float
     ) -> None:
@@ -267,7 +276,7 @@ class CpuKernels:
         assert k is not None
         table = (ctypes.c_void_p * len(tensors))(*_pointers(*tensors))
         groups = k.shape[1]
-        sizes = (len(starts) - 1, groups, q.shape[1] // groups, q.shape[2], torch.get_num_threads())
+        sizes = (len(starts) - 1, groups, q.shape[1] // groups, q.shape[2], self._threads)
         failed = self._stream(q.dtype == torch.bfloat16, table, *_pointers(lse, starts, parents), *sizes, scale)
         assert not failed, "callers check supports()"
 

@@ -25,28 +25,36 @@ _Draw = Callable[..., Tensor]
 
 def check(library: ctypes.CDLL, sizes: Sequence[int] = HEAD_SIZES) -> str | None:
     """Return what differs from the reference, or None; `sizes` are the head sizes to check."""
-    kernels, generator = CpuKernels(library), torch.Generator("cpu").manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
+    # Checks run on one thread, which would compute a tree's heads in one part; OpenMP computes three parts in turn.
+    kernels, dividing = CpuKernels(library), CpuKernels(library, threads=3)
     for dtype, tolerance in _TOLERANCE.items():
 
         def draw(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
-        for name, result, expected in _cases(kernels, draw, sizes):
+        for name, result, expected in _cases(kernels, dividing, draw, sizes):
             distance = difference(result, expected, tolerance)
             if distance is not None:
                 return f"{name} in {dtype} by {distance:.1g} of the largest number"
     return None
 
 
-def _cases(kernels: CpuKernels, draw: _Draw, sizes: Sequence[int]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, the kernel library's result, the correct result in float64) for each output of each kernel."""
+def _cases(
+    kernels: CpuKernels, dividing: CpuKernels, draw: _Draw, sizes: Sequence[int]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (name, the kernel library's result, the correct result in float64) for each output of each kernel;
+    `dividing` divides the heads of a single tree into parts."""
     yield from _norm(kernels, draw)
     yield from _gate(kernels, draw)
     yield from _logits(kernels, draw)
     yield from _draws(kernels, draw)
     for size in sizes:
         yield from _attend(kernels, draw, size)
-        yield from _stream(kernels, draw, size)
+        # First each node is a sequence of its own; then nodes 1 to 4 form a tree, between two sequences; then all do.
+        yield from _stream(kernels, draw, size, (1, 5, 18, 4, 1, 7), None)
+        yield from _stream(kernels, draw, size, (1, 5, 18, 4, 1, 7), [-1, -1, 1, 2, 1, -1])
+        yield from _stream(dividing, draw, size, (5, 18, 4), [-1, 0, 0], (1, 5))
 
 
 def _norm(kernels: CpuKernels, draw: _Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -171,41 +179,47 @@ def _attend(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, 
         yield f"cache of values with heads of {size}", values, old_values
 
 
-def _stream(kernels: CpuKernels, draw: _Draw, size: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    # First each node is a sequence of its own; then nodes 1 to 4 form a tree, between two sequences.
-    lengths, groups, per, scale = (1, 5, 18, 4, 1, 7), 2, 3, size**-0.5
+def _stream(
+    kernels: CpuKernels,
+    draw: _Draw,
+    size: int,
+    lengths: tuple[int, ...],
+    nodes: list[int] | None,
+    heads: tuple[int, int] = (2, 3),
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Check the attention of a stream of nodes with these lengths and parents; `heads`: key heads, and query heads of
+    each."""
+    (groups, per), scale, tokens = heads, size**-0.5, sum(lengths)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], device="cpu")
-    tokens = sum(lengths)
-    for nodes in (None, [-1, -1, 1, 2, 1, -1]):
-        parents = None if nodes is None else torch.tensor(nodes, device="cpu")
-        q, grad = (draw(tokens, groups * per, size) for _ in range(2))
-        k, v = (draw(tokens, groups, size) for _ in range(2))
-        out, lse = kernels.stream_forward(q, k, v, starts, parents, scale)
-        slopes = kernels.stream_backward((q, k, v), out, lse, grad, starts, parents, scale)
-        hidden = torch.full((tokens, tokens), -math.inf, dtype=torch.float64, device="cpu")
-        for node, (first, length) in enumerate(zip(starts.tolist(), lengths, strict=False)):
-            part = slice(first, first + length)
-            hidden[part, part].triu_(1)
-            above = -1 if nodes is None else nodes[node]
-            while nodes is not None and above >= 0:
-                hidden[part, starts[above] : starts[above + 1]] = 0
-                above = nodes[above]
+    parents = None if nodes is None else torch.tensor(nodes, device="cpu")
+    q, grad = (draw(tokens, groups * per, size) for _ in range(2))
+    k, v = (draw(tokens, groups, size) for _ in range(2))
+    out, lse = kernels.stream_forward(q, k, v, starts, parents, scale)
+    slopes = kernels.stream_backward((q, k, v), out, lse, grad, starts, parents, scale)
+    hidden = torch.full((tokens, tokens), -math.inf, dtype=torch.float64, device="cpu")
+    for node, (first, length) in enumerate(zip(starts.tolist(), lengths, strict=False)):
+        part = slice(first, first + length)
+        hidden[part, part].triu_(1)
+        above = -1 if nodes is None else nodes[node]
+        while nodes is not None and above >= 0:
+            hidden[part, starts[above] : starts[above + 1]] = 0
+            above = nodes[above]
 
-        # rearranges to [group, head in the group, token, head size]
-        def by_group(x: Tensor) -> Tensor:
-            return x.double().view(tokens, groups, -1, size).permute(1, 2, 0, 3)
+    # rearranges to [group, head in the group, token, head size]
+    def by_group(x: Tensor) -> Tensor:
+        return x.double().view(tokens, groups, -1, size).permute(1, 2, 0, 3)
 
-        queries, ks, vs, up = (by_group(x) for x in (q, k, v, grad))
-        scores = queries @ ks.mT * scale + hidden
-        weights = scores.softmax(-1)
-        context = weights @ vs
-        yield f"attention of a stream with heads of {size}", by_group(out), context
-        sums = scores.logsumexp(-1).permute(2, 0, 1)
-        yield "log-sums of a stream's attention", lse.view(tokens, groups, per), sums
-        slope = weights * (up @ vs.mT - (up * context).sum(-1, keepdim=True)) * scale
-        expected = slope @ ks, (slope.mT @ queries).sum(1, True), (weights.mT @ up).sum(1, True)
-        for name, x, right in zip(("queries", "keys", "values"), slopes, expected, strict=True):
-            yield f"gradient of {name} with heads of {size}", by_group(x), right
+    queries, ks, vs, up = (by_group(x) for x in (q, k, v, grad))
+    scores = queries @ ks.mT * scale + hidden
+    weights = scores.softmax(-1)
+    context = weights @ vs
+    yield f"attention of a stream with heads of {size}", by_group(out), context
+    sums = scores.logsumexp(-1).permute(2, 0, 1)
+    yield "log-sums of a stream's attention", lse.view(tokens, groups, per), sums
+    slope = weights * (up @ vs.mT - (up * context).sum(-1, keepdim=True)) * scale
+    expected = slope @ ks, (slope.mT @ queries).sum(1, True), (weights.mT @ up).sum(1, True)
+    for name, x, right in zip(("queries", "keys", "values"), slopes, expected, strict=True):
+        yield f"gradient of {name} with heads of {size}", by_group(x), right
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -108,6 +108,24 @@ def _compile(source: Path) -> None:
     assert library.three() == 3
 
 
+def test_the_sum_of_a_trees_parts_is_checked():
+    """The check runs on one thread, on which a tree has one part and no sum unless more parts are requested."""
+    library = ctypes.CDLL(str(build._build(cpu._SOURCE, shutil.which("g++"))))
+    run = library.megarl_stream
+
+    def add_wrongly(is_bf16, tensors, lse, starts, parents, nodes, groups, heads, size, threads, scale):
+        run.argtypes = add_wrongly.argtypes
+        failed = run(is_bf16, tensors, lse, starts, parents, nodes, groups, heads, size, threads, scale)
+        trees = nodes if parents is None else (ctypes.c_int64 * nodes).from_address(parents)[:].count(-1)
+        if tensors[6] is not None and trees * groups < threads:  # gradients of keys, in a backward pass
+            ctypes.memset(tensors[6], 0, 8)
+        return failed
+
+    library.megarl_stream = add_wrongly
+    with build._one_thread():
+        assert "gradient of keys" in cpu_check.check(library, HEADS)
+
+
 def test_a_library_that_differs_is_never_used(cache, source):
     verdicts = iter(["three is 4"])
     for _ in range(2):  # the verdict is kept, and every process says so
