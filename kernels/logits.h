@@ -36,15 +36,16 @@ float peak_of(const T* row, const Vocabulary& v) {
     return largest(top);
 }
 
-// The sums of exp(x - peak) and, if wanted, of exp(x - peak) (x - peak) over a row.
+// The sums of exp(x - peak) and, if wanted, of exp(x - peak) (x - peak) over a row; 0 for a row whose logits are all -infinity.
 template <bool WEIGHTED, typename T>
 void exp_sums(const T* row, float peak, const Vocabulary& v, double& total, double& weighted) {
+    const float shift = peak == LOWEST ? 0.0f : peak;
     total = weighted = 0;
     for (int64_t begin = 0; begin < v.columns; begin += BLOCK) {
         const int64_t end = std::min(begin + BLOCK, v.columns);
         vf sums = {}, products = {};
         for (int64_t j = begin; j < end; j += W) {
-            const vf x = logits_at(row, j, v, LOWEST) - peak;
+            const vf x = logits_at(row, j, v, LOWEST) - shift;
             const vf e = x < -87.0f ? vf{} : vexp(x);
             sums += e;
             if (WEIGHTED) products += x < -87.0f ? vf{} : e * x;

@@ -121,11 +121,12 @@ def _statistics(  # type: ignore[no-untyped-def]  # no type hints: Triton reads 
         x = tl.load(source + column, mask=inside, other=-float("inf")) * inverse_temperature
         new = tl.maximum(peak, tl.max(x, 0))
         first = peak == -float("inf")  # avoids inf - inf in the first block
-        factor = tl.where(first, 0.0, tl.exp(peak - new))
-        x -= new
+        shift = tl.where(new == -float("inf"), 0.0, new)  # all logits so far are -inf
+        factor = tl.where(first, 0.0, tl.exp(peak - shift))
+        x -= shift
         exp = tl.exp(x)
         if ENTROPY:
-            weighted = factor * (weighted + total * tl.where(first, 0.0, peak - new))
+            weighted = factor * (weighted + total * tl.where(first, 0.0, peak - shift))
             weighted += tl.sum(tl.where(exp == 0, 0.0, exp * x), 0)  # 0 times -inf would be NaN
         total = total * factor + tl.sum(exp, 0)
         peak = new

@@ -255,9 +255,9 @@ def _reduce_rows(logits: Tensor, targets: Tensor, shard: VocabularyShard, out: T
     """Write the four numbers per token of `reduce_logits` to `out`, computed with torch operations."""
     logits = _scaled(logits, shard, keep)
     column, here = local_columns(targets, shard.start, logits.shape[1])
-    torch.mul(logits.gather(1, column[:, None])[:, 0], here, out=out[3])
+    out[3] = logits.gather(1, column[:, None])[:, 0].masked_fill_(~here, 0)  # not 0 times -inf
     torch.amax(logits, 1, out=out[0])
-    logits -= out[0][:, None]
+    logits -= out[0][:, None].clamp(min=torch.finfo(out.dtype).min)  # not -inf minus -inf
     if shard.entropy:
         exp = logits.clamp_(min=_LEAST).exp()
         torch.sum(exp, 1, out=out[1])
@@ -281,7 +281,7 @@ def combine_shards(stats: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tenso
         parts = torch.stack(shard.group.all_gather(stats))
     peak, total, weighted, target = parts.unbind(1)
     highest = peak.amax(0)
-    shift = peak - highest
+    shift = (peak - highest).clamp_(min=_LEAST)  # a shard may have no token that is possible
     factor = shift.exp()
     mass = (total * factor).sum(0)
     log_mass = mass.log()

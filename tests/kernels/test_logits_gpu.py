@@ -91,6 +91,20 @@ def test_a_token_that_is_ruled_out_adds_nothing():
     assert slope[0, 0].isnan()
 
 
+def test_a_block_that_is_ruled_out_adds_nothing():
+    """A row whose first block is all -inf has the statistics of the rest, and a row that is all -inf has sums of 0."""
+    block = logits_gpu.STATISTICS[0]
+    logits = torch.randn(2, block + 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits[0, :block] = logits[1] = -torch.inf
+    targets, stats = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.empty(4, 2, device=DEVICE)
+    logits_gpu.statistics(logits, targets, stats, start=1, inverse_temperature=1.0, entropy=True)
+    rest = logits[0, block:].double()
+    shifted = rest - rest.max()
+    expected = torch.stack([rest.max(), shifted.exp().sum(), (shifted.exp() * shifted).sum()])
+    torch.testing.assert_close(stats[:3, 0].double(), expected, rtol=2e-5, atol=2e-5)
+    assert stats[:, 1].tolist() == [-torch.inf, 0, 0, 0]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
     ("tokens", "columns", "temperature", "chunk"),

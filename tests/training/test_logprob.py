@@ -1,5 +1,7 @@
 """The fused log-prob against a float64 log-softmax: values, gradients, vocabulary shards, and what it never holds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,6 +96,20 @@ def test_a_token_that_is_ruled_out_adds_nothing(dtype):
     torch.testing.assert_close(values, expected)
     torch.testing.assert_close(gradient[:, possible], gradient_of_possible)
     assert (gradient[:, ~possible] == 0).all()
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # compiled kernels, and torch operations
+def test_a_shard_that_is_ruled_out_adds_nothing(dtype, entropy):
+    """The second rank's logits are all -inf. The first rank's decide; without them no result is finite."""
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(1)).to(dtype)
+    shard, stats = VocabularyShard(0, 0.7, 3, None, entropy), torch.empty(2, 4, 3, dtype=dtype)
+    for rank, half in enumerate((logits, torch.full_like(logits, -torch.inf))):
+        reduce_logits(half, torch.zeros(3).long(), shard._replace(start=rank * V), stats[rank], True)
+    group = SimpleNamespace(all_gather=lambda own: [own, stats[1]])
+    expected = combine_shards(stats[0], shard)
+    torch.testing.assert_close(combine_shards(stats[0], shard._replace(group=group)), expected, rtol=0, atol=0)
+    assert not combine_shards(stats[1], shard)[0].isfinite().any()
 
 
 def test_float32_reductions_of_large_logits():
