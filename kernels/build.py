@@ -1,7 +1,8 @@
 """Compiles a kernel file for this machine and checks the library against its reference before its first use.
 
 Libraries are in ~/.cache/megarl (or $XDG_CACHE_HOME/megarl), one for each source, compiler and processor, with the
-verdict of the check next to each: compilers have produced wrong code from correct sources for some processors.
+verdict of the check next to each: compilers have produced wrong code from correct sources for some processors. Where a
+compiler finds errors in a source, its message is kept instead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +25,8 @@ from torch import Tensor
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"]
 _COMPILE_SECONDS = 120
 _AGREES = "agrees with its reference"
+_SOURCE_ERROR = re.compile(r":\d+:\d+: error:")
+"""A compiler's message about a line of the source, which the same compiler repeats in every run."""
 
 Check = Callable[[ctypes.CDLL], str | None]
 """Runs a library on random input; returns what differs from the reference, or None."""
@@ -84,7 +88,11 @@ def difference(result: Tensor, expected: Tensor, tolerance: float) -> float | No
 
 def _build(source: Path, compiler: str) -> Path:
     """Compile a source if needed and return the library's path, which depends on the source, the headers beside it, the
-    compiler and the processor."""
+    compiler and the processor.
+
+    Raises:
+        subprocess.SubprocessError: the compiler failed, now or, if it found errors in the source, in an earlier call.
+    """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     headers = sorted(source.parent.glob("*.h"))
     key = _hash(*(file.read_text() for file in (source, *headers)), version, *FLAGS, _processor())
@@ -92,11 +100,19 @@ def _build(source: Path, compiler: str) -> Path:
     target = folder / f"{source.stem}-{key}.so"
     if target.exists():
         return target
+    errors = target.with_suffix(".errors")
+    if errors.exists():
+        raise subprocess.SubprocessError(errors.read_text())
     folder.mkdir(parents=True, exist_ok=True)
     print(f"compiling {source.name} for this processor, once per version (cached in {folder})", flush=True)
     # Ranks may compile at the same time: each in its own folder, and the last rename wins.
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        compile_to(target, source, compiler, FLAGS, Path(work))
+        try:
+            compile_to(target, source, compiler, FLAGS, Path(work))
+        except subprocess.CalledProcessError as failure:
+            if _SOURCE_ERROR.search(failure.stderr):  # not a full disk or memory, with which another try may succeed
+                _keep(errors, failure.stderr)
+            raise
     return target
 
 
@@ -108,12 +124,17 @@ def _verdict(library: ctypes.CDLL, path: Path, check: Check) -> str:
         return cached.read_text()
     with _one_thread():
         verdict = check(library) or _AGREES
-    # If the cache is not writable, every process runs the check.
-    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=path.parent) as work:
-        written = Path(work) / "verdict"
-        written.write_text(verdict)
-        os.replace(written, cached)
+    _keep(cached, verdict)
     return verdict
+
+
+def _keep(file: Path, text: str) -> None:
+    """Write a file of the cache for other processes, which never see a part of it; without access every process
+    computes the text again."""
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=file.parent) as work:
+        written = Path(work) / "text"
+        written.write_text(text)
+        os.replace(written, file)
 
 
 @contextlib.contextmanager

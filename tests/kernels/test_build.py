@@ -152,11 +152,21 @@ def test_a_broken_compiler_means_torch_and_one_warning(cache, monkeypatch):
     assert not list(cache.iterdir())
 
 
-def test_a_compiler_without_amx_is_named(cache, monkeypatch):
+def test_a_compiler_without_amx_is_named_and_runs_once(cache, monkeypatch, capsys):
+    """Its message is kept for later processes, which warn without compiling; a newer compiler is tried again."""
     monkeypatch.setattr(amx, "_has_tiles", lambda: True)
     monkeypatch.setattr(build, "FLAGS", ["-std=c++17", "-march=x86-64-v3"])
-    with pytest.warns(UserWarning, match=r"amx\.cpp cannot be compiled.*this compiler cannot use the processor's AMX"):
+    for _ in range(2):
+        with pytest.warns(
+            UserWarning, match=r"amx\.cpp cannot be compiled.*this compiler cannot use the processor's AMX"
+        ):
+            assert amx.load.__wrapped__() is None
+    assert capsys.readouterr().out.count("compiling amx.cpp") == 1
+    (kept,) = cache.iterdir()
+    kept.rename(kept.with_stem("amx-of-another-compiler"))
+    with pytest.warns(UserWarning, match="cannot be compiled"):
         assert amx.load.__wrapped__() is None
+    assert capsys.readouterr().out.count("compiling amx.cpp") == 1
 
 
 def test_checks_take_well_under_a_second_and_change_nothing():
