@@ -4,7 +4,9 @@
     add_gradient    sums += dy^T x in float32: a weight's gradient without a bf16 copy that is rounded and added later
 
 Other products are torch's, which reach the same speed. amx.cpp is compiled like cpu.cpp, on processors with AMX only.
-A row of a result does not depend on other rows, nor on their number.
+A row of a result does not depend on other rows, nor on their number. Generation chooses between these products and
+torch's by the number of rows (`AMX_ROWS` in megarl/rollout/embedded/model.py), so that a row's rounding depends on
+how many rows are multiplied together.
 """
 
 from __future__ import annotations

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megarl.architectures.adapters import MODULE
 from megarl.kernels import amx, build
 from megarl.rollout.embedded.model import Recipe
 from megarl.training import logprob, optimizer  # installs the changes of Megatron's source
@@ -66,12 +68,22 @@ def test_many_rows_are_multiplied_by_torch_where_that_needs_no_second_copy(monke
     monkeypatch.setattr(
         amx.PackedWeight, "multiply", lambda self, x, bias: rows.append(len(x)) or multiply(self, x, bias)
     )
-    weight, x = torch.nn.Parameter(randn(96, 64)), randn(257, 64)
-    product, of_copy = (Recipe(torch.bfloat16, 32).linear(w) for w in (weight, weight.detach().clone()))
+    weight, x, recipe = torch.nn.Parameter(randn(96, 64)), randn(257, 64), Recipe(torch.bfloat16, 32)
     expected = x.double() @ weight.detach().double().t()
-    for result in (product(x[:256]), product(x), of_copy(x)):
+    experts = SimpleNamespace(weight=weight, stacked=weight.view(2, 48, 64)[:, :32])  # 32 outputs of each expert
+    adapter = SimpleNamespace(enabled=True, whole=lambda weight: weight.detach().clone())
+    product, of_cast = recipe.linear(weight), recipe.linear(torch.nn.Parameter(weight.detach().float()))
+    for result in (product(x[:256]), product(x), of_cast(x)):
         assert error(result, expected[: len(result)]) < 1e-2  # rounded to bf16
     assert rows == [256, 257]
+    rows.clear()
+    of_experts = recipe.grouped(experts)(torch.cat((x, x[:256])), torch.tensor([257, 513]))
+    assert error(of_experts[:257], expected[:, :32]) < 1e-2
+    assert rows == [256]
+    rows.clear()
+    merged = recipe.layer(SimpleNamespace(weight=weight, bias=None, **{MODULE: adapter}))
+    assert error(merged(x), expected) < 1e-2
+    assert rows == [257]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -13,7 +13,6 @@ AMX, bf16 weights are packed for kernels/amx.cpp, whose products of 32 rows take
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,9 @@ if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
 
 AMX_ROWS = 256
-"""Up to this number of rows kernels/amx.cpp multiplies faster than torch; prompts have more, decode steps fewer."""
+"""Up to this number of rows kernels/amx.cpp multiplies faster than torch. A decode step has one row per sample, a
+prefill one row per token of its prompts. Torch multiplies more rows if the weight is the model's own, so the rounding
+of a bf16 result depends on how many rows are multiplied together."""
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -75,18 +76,18 @@ class Recipe:
         """Return the scale of a norm in the decoding dtype, or in a wider one if norms are zero-centered."""
         return zero_centered(weight.detach()) if self.zero_centered else self.cast(weight)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Return the function x [n, in] -> x W^T + b [n, out]."""
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, is_copy: bool = False) -> Linear:
+        """Return the function x [n, in] -> x W^T + b [n, out]; `is_copy`: `weight` was computed for this function, and
+        the model does not keep it."""
         w, b = self.cast(weight), None if bias is None else self.cast(bias)
         if not self.pack_rows:
             return lambda x: F.linear(x, w, b)
         kernels = amx.load() if amx.AmxKernels.fits(w) else None
         if kernels is not None:
             tiles = kernels.pack(w)
-            # torch multiplies prompts faster, but needs the unpacked weight: use it only if the model itself has that.
-            is_copied = w.data_ptr() != weight.data_ptr() or not isinstance(weight, torch.nn.Parameter)
-            most = math.inf if is_copied else AMX_ROWS
-            return lambda x: tiles.multiply(x, b) if len(x) <= most else F.linear(x, w, b)
+            if is_copy or w.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+                return lambda x: tiles.multiply(x, b)  # of any number of rows: the tiles replace the copy
+            return lambda x: tiles.multiply(x, b) if len(x) <= AMX_ROWS else F.linear(x, w, b)
         packed = torch.ops.mkldnn._reorder_linear_weight(w, self.pack_rows)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")
 
@@ -101,7 +102,7 @@ class Recipe:
         if adapter is None or not adapter.enabled:
             return self.linear(weight, bias)
         if self.pack_rows or self.dtype != weight.dtype:
-            return self.linear(adapter.whole(weight), bias)
+            return self.linear(adapter.whole(weight), bias, is_copy=True)
         assert isinstance(adapter, LinearAdapter), "adapters of experts are handled by `grouped`"
         product, add = self.linear(weight, bias), adapter.local
         return lambda x: product(x).add_(add(x))
@@ -118,14 +119,15 @@ class Recipe:
         is merged into the copy; otherwise its output is added.
         """
         weight, adapter = linear.stacked, adapter_of(linear)
+        is_copy = False
         if adapter is not None and adapter.enabled:
             if not self.pack_rows and self.dtype == weight.dtype:
                 return lambda x, ends: grouped_linear(x, weight.detach(), ends).add_(adapter(x, ends))
-            weight = linear.stack(adapter.whole(linear.weight))
+            weight, is_copy = linear.stack(adapter.whole(linear.weight)), True
         if not self.pack_rows:
             w = self.cast(weight)
             return lambda x, ends: grouped_linear(x, w, ends)
-        products = [self.linear(each) for each in weight]
+        products = [self.linear(each, is_copy=is_copy) for each in weight]
         return lambda x, ends: group_by_group(products, x, ends)
 
     def head(self, weight: Tensor) -> Linear:
