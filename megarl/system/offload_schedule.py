@@ -221,7 +221,8 @@ class OffloadSchedule:
             if name == _STARTS or (not settled and servers - (self._granted or frozenset())):
                 with tracing.phase(MEETING):
                     self._meet()
-            # A restarted server has weights and cache on the device until this call releases all that `servers` lacks.
+            # `hold` releases the servers' weights and cache unless they are in `servers`. A restarted server has both on
+            # the device until then.
             if self._servers is not None and not settled:
                 self._servers.hold(*sorted(servers))
                 self._granted = servers

@@ -264,7 +264,8 @@ class _Scanner:
         if len(inside) == 1 and (
             (name in ("mathrm", "rm") and inside in "eid") or (name != "mathrm" or not inside.isalpha())
         ):
-            # Read one letter or digit, such as the constant e, as mathematics and not as text.
+            # What is in these braces is read as mathematics, as units are, because one letter or digit, such as the
+            # constant e, is no text.
             self.braces.append("units")
         elif "_" in inside or "^" in inside or "\\" in inside.replace("\\ ", "").replace("\\%", ""):
             self.braces.append("units")
