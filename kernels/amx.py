@@ -106,7 +106,7 @@ def _cases(kernels: AmxKernels, generator: torch.Generator) -> Iterator[tuple[st
         x, weight, bias, grad = draw(tokens, width), draw(rows, width), draw(rows), draw(tokens, rows)
         product = x.double() @ weight.double().t()
         packed = kernels.pack(weight)
-        yield f"product of {tokens} rows", packed.multiply(x), product, 1e-2  # rounding to bf16 alone gives 4e-3
+        yield f"product of {tokens} rows", packed.multiply(x), product, 1e-2  # rounding to bf16 by itself gives 4e-3
         yield f"product of {tokens} rows and a bias", packed.multiply(x, bias), product + bias.double(), 1e-2
         sums = draw(rows, width).float()
         expected = sums.double() + grad.double().t() @ x.double()

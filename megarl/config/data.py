@@ -125,7 +125,7 @@ class DataConfig(Section):
         le=1_000_000_000,
         description="hold out prompts of train_files in place of val_files: a share of the different prompts (below "
         "1), or a number of prompts. A hash of the prompt decides, so that a prompt is never on both sides, whatever "
-        "the order of rows or trainer.seed",
+        "the order of rows or trainer.seed. Preference pairs without a column of prompts are hashed as a whole",
     )
     prompt_key: str = Field(
         "prompt",

@@ -20,7 +20,8 @@ _BITS = 64
 def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Row]:
     """Return the held-out rows (split "val"), or all other rows ("train").
 
-    Rows with the same prompt and images are in the same split. A hash of both selects held-out prompts: for a share,
+    Rows with the same prompt and images are in the same split; preference pairs without a column of prompts are only if
+    they are equal as a whole. A hash of both selects held-out prompts: for a share,
     hashes below that share of the range, so that added rows do not move other rows to the other split; for a count, the
     smallest hashes.
     """
@@ -54,7 +55,7 @@ def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Ro
 def _content(row: Row, config: DataConfig) -> Any:
     """Return the parts of a row that must not be in both splits: the prompt and its images."""
     if not row.has(config.prompt_key):
-        return row  # a preference pair without a prompt column: both responses begin with the prompt
+        return row  # a preference pair whose prompt is only inside its responses: all of the row is hashed
     image_key = config.image_key
     images = row.column(image_key, "data.image_key") if image_key is not None and row.has(image_key) else None
     content = [row.column(config.prompt_key, "data.prompt_key"), images]

@@ -221,8 +221,8 @@ class OffloadSchedule:
             if name == _STARTS or (not settled and servers - (self._granted or frozenset())):
                 with tracing.phase(MEETING):
                     self._meet()
-            # `hold` releases the servers' weights and cache unless they are in `servers`. A restarted server has both on
-            # the device until then.
+            # `hold` takes the servers' weights and cache off the device unless `servers` names them; a restarted server
+            # has both there.
             if self._servers is not None and not settled:
                 self._servers.hold(*sorted(servers))
                 self._granted = servers

@@ -242,7 +242,8 @@ class WeightInbox:
         with self._on_device():
             self._need(self._paused and update == self.update, "the engine is not paused for this update")
             self._whole = False
-            self._missing = set(self._writer.held)  # until all files are read, tensors of two versions may be mixed
+            # until all files are read, all tensors count as missing: they may be of two versions
+            self._missing = set(self._writer.held)
             self._writer.read_folder(Path(folder))
             self._missing = set()
 
