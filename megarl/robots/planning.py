@@ -97,7 +97,8 @@ def encoder_bytes(config: RunConfig, *, gpu: bool) -> tuple[float, float]:
     if wanted is None or wanted.name != "vjepa2":
         return 0.0, 0.0
     encoder, element = _encoder(wanted.path), 2 if gpu else 4
-    # Per token: residual, queries, keys and values, and the MLP's hidden layer.
+    # The estimate counts per token 6 vectors of the encoder's width, among them residual, queries, keys and values, and
+    # 2 of the width of the MLP's hidden layer.
     token = (6 * encoder.width + 2 * encoder.mlp) * element
     return encoder.parameters * element, wanted.batch_size * encoder.tokens * token
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Decode steps after which the replicas exchange how many groups are complete, which takes about a millisecond.
 WINDOW_STEPS = 16
-_IDLE_S = 0.1  # seconds between two reads of the counters by a replica without groups in flight on servers
+_IDLE_S = 0.1  # seconds between two reads of the counters by a replica that has no groups in flight; only with servers
 _rounds = itertools.count()  # round numbers for keys in the store; equal on all ranks, which begin the same rounds
 _LOOK_STEPS = 8  # `GroupGenerator.wait` calls `enough` after every so many decode steps
 

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
-SAME_STEPS = 3  # warn after this many steps in a row whose samples all scored alike, or whose episodes were cut
+# warn after this many steps in a row with equal scores of all samples, with all advantages 0, or with nearly all
+# episodes ended by a limit
+SAME_STEPS = 3
 _MOST_CUT = 0.9  # a larger share of episodes that a limit ends raises an alarm
 _WINDOW, _ENOUGH = 20, 5  # a norm or loss is compared with the median of 5 to 20 earlier steps
 # A gradient norm of this many medians raises an alarm: a hard batch makes it several times larger, a diverging policy

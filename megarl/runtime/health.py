@@ -49,7 +49,8 @@ _SIZE = 512
 _LOOK_S = 2.0  # seconds between two checks that the heartbeat file still exists
 _TEXT_MAX = _SIZE - _HEADER.size
 
-# Messages of errors that a rank gets when *another* rank is gone. Never the root cause if there is any other error.
+# Messages of errors that a rank gets when *another* rank is gone. Such an error is not the root cause if there is any
+# other error.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|(wait|socket) timeout|timed out (waiting|after)"
     r"|remote process (has )?(exited|terminated)|heartbeat.*(lost|timeout)|(recvvalue|to recv) failed"

@@ -68,7 +68,7 @@ class Recorder:
         self, c: RankState, stage: str, total_steps: int, resume_step: int | None = None, part: Part = "whole"
     ) -> None:
         self._c = c
-        # A cold start counts steps of its own, which are not recorded.
+        # `trainer.profile` is about steps of the run: a cold start counts its own steps, and an evaluation has none.
         profile = None if part == "first" or stage == "eval" else c.config.trainer.profile
         self._profiler = StepProfiler(profile, c.run_dir, worker_number())
         self._tracker: Tracker | None = None

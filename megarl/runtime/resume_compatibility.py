@@ -175,7 +175,8 @@ def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
     for key in iter_keys():
         old, new = value_at(before, key.path), value_at(now, key.path)
         if old is MISSING or new is MISSING or old == new or key.path == "trainer.resume":
-            continue  # the key exists in one version of megarl only, or its value is unchanged
+            # only one version of megarl has the key, or its value is unchanged, or it only chooses the checkpoint
+            continue
         if names_component(key.section):
             shared = {other.path.rpartition(".")[2] for other in iter_keys() if other.path.startswith(f"{key.path}.")}
             for name in (name for name in old if name in new and name not in shared):

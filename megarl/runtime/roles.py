@@ -411,7 +411,8 @@ class RolloutRole:
     episodes: Episodes | None = None  # the recipe's environment; None: a sample is one prompt and one response
     player: TaskPlayer | None = None  # plays the episodes of a task other than text; None: the engine generates text
     stale: StaleWeights | None = None  # makes training samples with older weights on purpose (`rollout.stale_steps`)
-    # generates training samples where their sampling differs from that of a call (`policies`); None: `engine`
+    # generates training samples with several policies, whose sampling settings may differ (`policies`); None: `engine`
+    # generates them
     training_engine: RolloutEngine | None = None
     routes: RouteForm | None = None  # form of the routes that samples have (`rollout.replay_routes`)
     # whether samples have the tokens that the sampling filters kept (`rollout.replay_kept_tokens`)

@@ -50,13 +50,15 @@ class Episode:
     executed: list[int] = field(default_factory=list)  # number of executed environment steps of each chunk
     # completed part of the task after each chunk, 0 to 1; NaN: the simulator does not measure it
     progresses: list[float] = field(default_factory=list)
-    end: Observation | None = None  # the observation after the last action; None: the episode is in flight
+    # the observation after the last action, zeros if the simulator failed; None: the episode is in flight
+    end: Observation | None = None
     success: bool = False
-    # completed part of the task at the episode's end, 0 to 1; NaN: the simulator does not measure it
+    # completed part of the task at the episode's end, 0 to 1; NaN: the simulator does not measure it, or failed
     progress: float = math.nan
     failure: str = ""  # why the episode cannot be scored; empty: it can
     failure_kind: str = ""  # kind of that failure in one word; empty: the episode can be scored
-    # the recorded clip: frames uint8 [n, H, W, 3] by camera; without frames if the simulator failed
+    # the recorded clip: frames uint8 [n, H, W, 3] by camera, with n = 0 if the simulator failed; empty: no clip is
+    # recorded
     clip: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
     prompt_ids: list[int] = field(default_factory=list)  # tokens of the policy's prompt
     instruction: str = ""  # the episode's own instruction; empty: the task's

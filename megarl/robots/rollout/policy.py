@@ -40,7 +40,8 @@ class Chunk:
 class ActingPolicy(Protocol):
     """A policy that acts. Every rank of a model replica calls `act` with the same arguments."""
 
-    blank: Chunk  # replaces the calls of an episode whose simulator failed before the first; not trained on
+    # the recorded chunk of an episode whose simulator failed before it executed any action; not trained on
+    blank: Chunk
 
     def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:
         """Return one chunk for each of `calls`, in their order."""

@@ -151,7 +151,8 @@ class BatchedWork(Work):
             executed[active] += 1
             over |= executed >= left
             self._seconds["physics"] += time.perf_counter() - began
-            # The next step may move the scenes of rows whose episodes are over, so their pictures are taken now.
+            # The next step may move the scenes of rows whose episodes are over, so their pictures are taken now. Clips
+            # need the pictures of every step.
             shown = active if place == actions.shape[1] - 1 else active[over[active] | recorded[active]]
             if len(shown):
                 self._show(task, slots[shown])

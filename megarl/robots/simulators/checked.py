@@ -33,7 +33,7 @@ def complete_settings(known: Mapping[str, Any], given: Mapping[str, Any], tasks:
     """
     given = dict(given)
     if tasks and ("tasks" in known or isinstance(tasks, dict)):
-        given["tasks"] = tasks  # without this setting the simulator would have no tasks
+        given["tasks"] = tasks  # a mapping is refused below if the simulator has no setting `tasks`
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", dict: "a mapping"}
     for key, value in given.items():
         if key not in known:

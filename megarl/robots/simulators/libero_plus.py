@@ -26,7 +26,7 @@ PERTURBATIONS = {
 }
 LEVELS = (1, 2, 3, 4, 5)
 _FILE = "benchmark/task_classification.json"
-#: Folders of meshes and textures that only LIBERO-Plus has.
+#: Folders of meshes and textures that LIBERO-Plus needs in addition to LIBERO's (`MESHES`).
 ASSETS = ("new_objects", "textures")
 _FIX = (
     "install https://github.com/sylvestf/LIBERO-plus in place of LIBERO in an interpreter of its own, and set `python` "

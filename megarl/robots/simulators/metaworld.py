@@ -217,7 +217,7 @@ def _coarsen(model: Any, mesh: int, cell: float) -> None:
     triangles = (rows[:, 0] < rows[:, 1]) & (rows[:, 1] < rows[:, 2])
     _, places = np.unique(rows[triangles], axis=0, return_index=True)
     chosen = np.flatnonzero(triangles)[places]
-    if not len(chosen):  # the mesh is smaller than a cube, so no triangle would be left
+    if not len(chosen):  # no triangle would keep an area, and the mesh would be invisible: leave it as it is
         return
     for array in (model.mesh_facenormal, model.mesh_facetexcoord):
         array[first : first + len(chosen)] = array[first + chosen]

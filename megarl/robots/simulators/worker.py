@@ -178,7 +178,7 @@ def serve(connection: int, memory: int) -> None:
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # a trainer that waits too long requests stack traces
-    # end with the trainer, whatever this process does; its guardian ends the processes that it started
+    # This process ends when the trainer ends, even if a call hangs; its guardian ends the processes that it started.
     end_with_parents()
     with socket.socket(fileno=connection) as trainer:
         work: Work | None = None

@@ -695,7 +695,7 @@ def check_images(config: RunConfig, encoder: VisionEncoder, checks: Checklist) -
             allowed=f"{off} if SGLang servers get images",
             fix=f"set {key}={off}, or rollout.engine=embedded",
         )
-    # With device_memory_gb the recipe is for another machine, which has another interpreter.
+    # With device_memory_gb the recipe may be for another machine, which may have another interpreter.
     if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:
         _check_torchvision(config.rollout.sglang, checks)
 

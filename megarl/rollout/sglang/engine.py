@@ -197,7 +197,7 @@ class SglangEngine:
         Raises:
             ServerError: no server is left, no weights come before the next step, or there were too many recoveries.
         """
-        # Every server may be lost as often as it may be restarted; after that `refresh` raises an error.
+        # Each server can be lost at most max_restarts + 1 times, because it is restarted at most max_restarts times.
         if times > self.config.count * (self.config.max_restarts + 1):
             reason = f"samples are not finished after {times} restarts of servers; see the servers' logs"
             raise ServerError("servers", "", "generation", reason)

@@ -61,7 +61,7 @@ class OwnServers(WeightLink):
         # a share of the memory that is free when it starts.
         with on_shared_devices(self._host, "start_servers"):
             self.fleet.refresh()
-            # the same on all ranks, after `refresh`
+            # `refresh` shares the servers' states, so `starting` is the same on all ranks
             starting = any(server.state == "starting" for server in self.fleet.servers)
             if starting and self._host.config.rollout.colocated:
                 self.fleet.wait_started()

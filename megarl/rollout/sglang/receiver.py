@@ -99,7 +99,7 @@ class SglangReceiver:
         end = time.monotonic() + step.deadline_s
         while self.held_version(step).startswith(RESTORING):
             if time.monotonic() > end:
-                # If the keeper process still restores the server, it stops when the version has changed.
+                # A keeper process that still restores the server stops when it reads this new version.
                 self.set_version("taken over", step)
                 break
             time.sleep(_POLL_S)

@@ -130,9 +130,8 @@ class ServerSpec:
                 "--speculative-num-draft-tokens": draft.draft_tokens,
             }
         listed = [str(part) for pair in values.items() if pair[1] is not None for part in pair]
-        # The server receives and returns token ids, no text.
         switches = {
-            "--skip-tokenizer-init": True,
+            "--skip-tokenizer-init": True,  # the server receives and returns token ids, no text
             "--enable-deterministic-inference": c.deterministic,
             "--enable-memory-saver": c.colocated and self.cuda,
             # no update restores the draft model after its memory was freed

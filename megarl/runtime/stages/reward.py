@@ -267,7 +267,7 @@ def set_scores(samples: Batch, results: list[dict[str, Any]], *, by_turn: bool =
         starts = torch.repeat_interleave(responses.offsets[:-1], ends.lengths)
         token_rewards[starts + ends.values - 1] = rewards
     else:
-        token_rewards[responses.offsets[1:] - 1] = score  # no response is empty: it holds at least its end token
+        token_rewards[responses.offsets[1:] - 1] = score  # no response is empty, so each has a last token
     samples.set("score", score)
     samples.set("token_rewards", responses.like(token_rewards))
 

@@ -50,7 +50,7 @@ def calls_of(samples: Batch) -> Batch:
             if name.startswith(FRAMES) or name in _PER_CALL:
                 fields[name] = value.values
             elif name in ("turn_ends", "turn_starts", "call_progress"):
-                continue  # a row of the returned batch is one policy call, so it has no turns
+                continue  # these fields have one value per policy call; a returned row is one call, which has no turns
             elif name not in _REPEATED and torch.equal(value.lengths, tokens):
                 fields[name] = Jagged.from_lengths(value.values, per_call)
             else:
