@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _TURNS = 3
-_SHOWN = 2  # tests that the policy may see; the first is its prompt
+_SHOWN = 2  # number of tests that the policy may see; the first one is in the prompt
 _INPUTS = 5
 _RUN_S = 5.0
 _OUTPUT = 4096  # bytes that are read of what the policy's code prints

@@ -217,10 +217,10 @@ def leave_to_launcher(run_dir: Path) -> Iterator[None]:
             os.write(2, f"{own_worker_name()}: {name}: requests a checkpoint; the launcher ends the run\n".encode())
 
     for number in _LEFT:
-        # a signal that nohup ignores stays ignored
+        # SIGTERM and SIGHUP stay ignored if they were ignored before, such as SIGHUP by nohup.
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, ask)
-            signal.siginterrupt(number, False)  # the signal does not interrupt system calls of libraries
+            signal.siginterrupt(number, False)  # system calls are restarted where the kernel can restart them
     os.register_at_fork(after_in_child=_restore_signals)
     try:
         yield

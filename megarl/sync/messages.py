@@ -149,7 +149,7 @@ def answer(listener: socket.socket, opened: Opened, key: str, name: str) -> None
     while True:
         try:
             sock, _ = listener.accept()
-        except OSError:  # the trainer closed the connection at once, too many files are open, or the listener is closed
+        except OSError:  # a client closed its connection at once, too many files are open, or the listener is closed
             time.sleep(_AGAIN_S)
             if listener.fileno() < 0:
                 return
@@ -179,4 +179,4 @@ def _converse(opened: Opened, sock: socket.socket, key: str, name: str) -> None:
                     return
                 send_message(sock, reply)
         except OSError:
-            return  # the trainer on this connection is gone; a new one sends whole tensors first, not deltas
+            return  # the connection broke, or the other side did not prove the key in time; it may connect again

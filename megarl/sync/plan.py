@@ -27,7 +27,7 @@ FP8_BLOCK = 128
 #: Suffix of a weight's name in the name of the tensor with its FP8 scales.
 FP8_SCALE = "_scale_inv"
 SLAB_BYTES = 4 << 20  # trainer ranks exchange pieces in slabs of at most this many bytes, but at least one row
-_FIRST = 4  # the first bucket has a fourth of the size of the other buckets
+_FIRST = 4  # the first of several buckets has a fourth of the room of the others
 # parts of the names of tensors that are not quantised; vision encoders are small
 _NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score", "visual.")
 
@@ -356,7 +356,8 @@ def _in_turn(buckets: Iterable[Bucket], bound: int) -> tuple[Bucket, ...]:
     small: list[Bucket] = []
     for bucket in buckets:
         (large if bucket.nbytes > bound else small).append(bucket)
-    # the plan made the first bucket small so that sending begins early; keep it first
+    # The plan made the first bucket small so that sending begins early. Two small buckets come first if enough others
+    # remain to give all large buckets even numbers.
     ahead = 2 if len(small) > len(large) else 0
     ordered, small = small[:ahead], small[ahead:]
     for turn in itertools.zip_longest(large, small):

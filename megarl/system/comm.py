@@ -123,8 +123,8 @@ class WorkerGroup:
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
         """Overwrite `tensor` with the sum or maximum (undefined with NaN) over all ranks and return it."""
         if self.size == 2 and tensor.device.type == "cpu" and tensor.nbytes <= _SMALL:
-            # `out=` rejects tensors with gradients and, outside of this mode, inference tensors; dist.all_reduce
-            # accepts both
+            # Outside of this mode, `out=` rejects inference tensors and tensors that require gradients. dist.all_reduce
+            # accepts both.
             with torch.inference_mode():
                 _BOTH[op](*self.all_gather(tensor), out=tensor)
             return tensor

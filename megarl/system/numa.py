@@ -64,7 +64,7 @@ def cores_of(gpu: int, root: Path = _ROOT) -> frozenset[int]:
         address = "{:04x}:{:02x}:{:02x}.0".format(*place)
         node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
         listed = (root / f"sys/devices/system/node/node{node}/cpulist").read_text()  # such as "0-27,56-83"
-    except (OSError, ValueError, AttributeError):  # a virtual machine has node -1, without a list of cores
+    except (OSError, ValueError, AttributeError):  # the node is unknown: in a virtual machine it is -1, for example
         return frozenset()
     ranges = [part.split("-") for part in listed.strip().split(",") if part]
     return frozenset(core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1))

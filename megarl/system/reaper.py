@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from megarl.system.parents import PARENTS, any_parent_ended, as_parent, parents
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_END_S = 5.0  # seconds after which the reaper gives up on code that keeps starting processes
+_END_S = 5.0  # seconds after which `_end_all` gives up, for example if code keeps starting processes
 _AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 
 

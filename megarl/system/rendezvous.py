@@ -145,7 +145,7 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
-    # with several machines even a team on one machine uses an address of its network
+    # In a run on several machines, even a team on one machine has a network address, not a loopback one.
     inside = one_machine and is_loopback(host)
     if not inside and "GLOO_SOCKET_IFNAME" not in os.environ and (name := gloo_interface(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = name

@@ -114,7 +114,7 @@ class ConsoleView:
         marks = {shown.short or shown.unit: long.get(shown.name) for shown in STEP_LINE if shown.name in metrics}
         words = line.split()
         text = "; ".join(f"{mark}: {name}" for mark, name in marks.items() if name and mark in words and mark != name)
-        if text:  # the line of a validation before the first step contains no metrics
+        if text:  # some lines have no abbreviations, such as that of a validation before the first step
             self._explained = True
             for part in textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  "):
                 self.console.print(Text(part, style="dim"))

@@ -10,7 +10,7 @@ from megarl.artifacts.timings import WITHIN_PHASES
 from megarl.tracking import teams
 from megarl.tracking.report_runs import Points, Run
 
-# metrics that are not smoothed, like val/...: each value is a measurement of its own
+# a chart whose first metric is one of these is not smoothed, like charts of val/...
 _EXACT = ("actor/lr", "sft/lr", "perf/max_memory_gb")
 _HERO = ("critic/score/mean", "val/acc")  # charts that are shown large and never folded
 _SAME = 1e-5  # a series is constant if its values differ by less than this share

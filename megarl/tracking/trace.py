@@ -128,7 +128,7 @@ def _read(source: Path, most_bytes: int, labels: dict[int, str]) -> tuple[list[_
             file.readline()
         for line in file:
             if not line.endswith(b"\n"):
-                break  # the rank was killed while it wrote this line
+                break  # the rank was killed while it wrote this line, or is writing it now
             try:
                 record = parse_object(line, _NEEDS)
             except ValueError as error:

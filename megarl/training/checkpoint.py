@@ -126,7 +126,7 @@ def begin(
 def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, checksums: dict[str, FileChecksum]) -> None:
     """Give the folder its final name after all files are on disk, and remove old checkpoints."""
     root, step = folder.parent, meta["step"]
-    # other machines wrote some of the files: check that this machine sees them whole
+    # Other machines may have written some of the files: check that this machine sees them whole.
     for name, (size, _) in checksums.items():
         if size_at(folder / name) != size:
             problem = f"the file's size differs from the {size:,} bytes that were written"

@@ -475,7 +475,8 @@ class MegatronEngine:
             samples = batch.select(list(micro.samples))
             if micro.samples:
                 value, metrics = loss_fn(*outputs, samples)
-            # the loss is a zero that depends on every parameter, because other ranks wait for this rank's gradients
+            # A filler has no samples. Its loss is a zero that depends on the outputs, so that its backward pass runs
+            # too: other ranks wait for this rank's gradients.
             else:
                 value, metrics = outputs[0].sum() * 0.0, Metrics()
             if self.config.share_prefixes and micro.samples:

@@ -112,7 +112,8 @@ class Values:
     def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Return (values [n],)."""
         if not model.config.sequence_parallel:
-            # Every rank has all tokens and the whole head, so it computes the head's whole gradient: no sum is needed.
+            # All tensor-parallel ranks have the same tokens and the whole head, so each computes the same gradient of
+            # the head: no sum over these ranks is needed.
             return (model.values(hidden[micro.rows])[:, 0],)
         # Each rank has some of the tokens, so its weight gradient is a part (the weight is marked for the sum). The
         # loss after the gather is the same on all ranks, so each takes back the gradient of its own tokens only.

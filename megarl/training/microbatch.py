@@ -139,7 +139,8 @@ def build(
         positions = None if positions is None else F.pad(positions, (0, sum(extra)))
         lengths += extra
         opens += [0] * len(extra) if opens else []
-    # `multiple` is needed for sequence parallelism, which mixtures of experts always use.
+    # Sequence parallelism, which mixtures of experts always use with tp > 1, divides the stream evenly among the
+    # tensor-parallel ranks. FP8 needs a multiple of `multiple` tokens on each of them.
     stream = pack_stream(
         lengths, cp_size=layout.cp_size, cp_rank=layout.cp_rank, multiple=layout.tp_size * multiple, open_from=opens
     )

@@ -40,7 +40,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-_POLL_S = 0.05  # seconds between two checks of a round in flight on a CPU
+_POLL_S = 0.05  # seconds between two checks of a round in flight on a CPU, or of a group that is being joined
 _POLL_DEVICE_S = 0.0001
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
@@ -154,7 +154,8 @@ def join(
 
 def _join(store: dist.Store, name: str, size: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
     limit = datetime.timedelta(seconds=timeout_s)
-    named: dict[str, Any] = {"group_name": name, "timeout": limit}  # newer torch has its own type for names
+    # The annotation is Any, because newer torch has its own type for names of groups.
+    named: dict[str, Any] = {"group_name": name, "timeout": limit}
     # The group waits for keys on a connection of its own, because torch's client holds a lock while it waits, and
     # `look` reads the store meanwhile. With nccl the group waits in `connect`, for the id that its rank 0 makes.
     store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
@@ -445,7 +446,7 @@ class RoundRunner:
         self.rounds, self.sends, self.look, self.lost, self.deadline_s = rounds, sends, look, lost, deadline_s
         self.machine = machine
         self.failed: dict[int, str] = {}
-        self.nbytes = 0  # sent or received in rounds that have ended
+        self.nbytes = 0  # bytes that were sent or received in rounds that have ended
 
     @torch.no_grad()
     def run(
@@ -465,7 +466,8 @@ class RoundRunner:
                 self._give_up(now.cell, why, groups)
             if now.cell in self.failed:
                 continue
-            # One earlier round may stay in flight, if it uses the other buffer; after a skipped round it does not.
+            # One earlier round may stay in flight if it uses the other buffer. If a round between was skipped, both
+            # rounds may use the same buffer.
             while len(flights) > 1 or (flights and flights[0][0].buffer == now.buffer):
                 self._end(flights.popleft(), groups)
             if now.cell in self.failed:

@@ -18,6 +18,6 @@ def machine_name() -> str:
     host = socket.gethostname()
     try:
         boot = _BOOT_ID.read_text().strip()
-    except OSError:  # not Linux
+    except OSError:  # the id exists only on Linux, where a sandbox may hide it
         return host
     return f"{host}-{hashlib.sha256(boot.encode()).hexdigest()[:12]}"

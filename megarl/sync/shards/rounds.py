@@ -83,7 +83,8 @@ def _one_round(
         size = min(rest, free_out, free_in)
         if size < min(rest, limits.message):
             continue
-        if 0 < rest - size < limits.message:  # leave no short message for a later round
+        # Leave a message of `limits.message` bytes for a later round, but send at least as many bytes now.
+        if 0 < rest - size < limits.message:
             size = max(rest - limits.message, min(size, limits.message))
         messages.append((pair, size))
         peers_out[source] = peers_out.get(source, limits.peers) - 1

@@ -59,7 +59,9 @@ _QUIET_S = 10.0  # seconds without a heartbeat after which a rank counts as gone
 _LOOK_S = 0.25  # seconds between two checks of a cell's heartbeats
 _GRACE_S = 2.0  # seconds to wait for the answer of a receiver whose cell was given up
 _POLL_S = 0.02
-_LOOKS = 2000  # checks of the store per second by all ranks together, while they wait for receivers to be ready
+# Up to 40 trainer ranks check together this many times per second whether receivers are ready; in a larger team each
+# rank checks every `_POLL_S` seconds.
+_LOOKS = 2000
 _PHASE = "update from shard to shard"
 _ANSWERED = 200  # HTTP status with which a server refuses a call; other failures have another status or none
 
@@ -154,7 +156,7 @@ class ShardTransfer:
         self._described: dict[str, _Described] = {}  # receiver's address -> its ranks' storages and machines
         self._plans: dict[tuple[str, ...], _Plan] = {}  # addresses of the last receivers -> their plan; one entry
         self._written: list[str] = []  # keys of the last plan's parts; rank 0 deletes them when there is a new plan
-        self._groups: dict[int, tuple[ServerCell, dist.ProcessGroup]] = {}  # by the cell's number
+        self._groups: dict[int, tuple[ServerCell, dist.ProcessGroup]] = {}  # cell's number -> cell and its group
         self._updates = 0
         self._device = next(iter(own.parameters.values())).device
         self._backend = "nccl" if self._device.type == "cuda" else "gloo"
@@ -181,7 +183,7 @@ class ShardTransfer:
         start = time.perf_counter()
         self._updates += 1
         store = self._meet(receivers)
-        self._describe(receivers, led, report)  # collective: all trainer ranks have left the previous update
+        self._describe(receivers, led, report)  # collective: after it, all trainer ranks have left the previous update
         # The new number stops server ranks that still wait for keys of the previous update, which are deleted below.
         if self.world.rank == 0:
             store.set(f"{self.prefix}/update", str(self._updates))
@@ -406,7 +408,7 @@ class ShardTransfer:
     def _rounds(self, plan: _Plan, watch: CellWatch, report: SyncReport) -> dict[int, str]:
         """Run this rank's rounds; return the reason for each cell (receivers that share a process group) that was given
         up, by the cell's number."""
-        wanted = sorted({each.cell for each in plan.rounds})  # joined in this order, the same on all ranks
+        wanted = sorted({each.cell for each in plan.rounds})  # all ranks join their cells' groups in ascending order
         lost: dict[int, str] = {}
         limit_s = min(_READY_S, self.timeout_s)
         end = time.monotonic() + limit_s  # one deadline for all cells: their receivers were called at the same time
@@ -439,7 +441,7 @@ class ShardTransfer:
             group = join(self.store.connection, cell.name, cell.size, place, self._backend, limit, look)
             self._groups[number] = cell, group
             if self._backend == "nccl":
-                # with the whole deadline, because the other ranks may have to connect with other cells first
+                # Use the whole deadline, because the other ranks may have to connect with other cells first.
                 connect(group, links_of(rounds, number, cell, sends=True), self._device, self.timeout_s, look)
         except (RuntimeError, RoundFailed) as error:
             return f"trainer rank {self.world.rank} could not join the group: {str(error).partition(chr(10))[0]}"

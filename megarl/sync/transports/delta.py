@@ -107,7 +107,7 @@ class DeltaTransport(Transport):
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Compare the bucket with the version that was sent last, and keep it for the next comparison."""
-        # the buffer of this earlier bucket was filled again, so all receivers have the bucket
+        # The buffer of this earlier bucket was filled again, so the sender has finished sending the bucket.
         self._put.pop(number - _BUFFERS, None)
         known = self._bases.get(number)
         if known is None:

@@ -24,8 +24,9 @@ FIRST_DRIVER = {12: 525, 13: 580}
 _SYSTEM = Path("/usr/local/cuda")
 _UUID_BYTES = 96  # maximum length in NVML
 _ANSWER_S = 60  # seconds for an interpreter to answer; a first start on a network disk takes seconds
-# Version of the NCCL library that torch loads. `torch.cuda.nccl.version()` gives the version of the headers, and a
-# wheel may have been exchanged; it is used only where NCCL is built into torch.
+# Prints the version of the NCCL library that torch loads. `torch.cuda.nccl.version()` returns the version of the
+# headers, which differs if the library's wheel was exchanged. The code calls this function only if the process has
+# loaded no NCCL library, for example because NCCL is built into torch.
 _ASK_NCCL = """
 import ctypes, torch
 if hasattr(torch._C, "_nccl_version"):

@@ -382,8 +382,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
-# (message, module) of warnings that appear on every machine without the optional packages, where fallbacks are
-# intended.
+# (message, module) of hidden warnings: optional packages are missing, for which fallbacks are intended, or Megatron and
+# torch use deprecated or unusual calls.
 _QUIET = (
     (r"Transformer Engine and Apex are not installed\.", r"megatron\.core\b"),
     (r"Apex is not installed\. Falling back to Torch Norm", r"megatron\.core\b"),

@@ -39,7 +39,7 @@ _KEY = "rollout.sglang.python"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _KINDS = {"cuda": "GPUs", "cpu": "CPUs"}
 _ANSWER_S = 60  # seconds for an interpreter to answer; a first start on a network disk takes seconds
-# Variables for the workers of a torch.distributed job or for the trainer's interpreter, which a server must not see.
+# Variables for the trainer's workers (of torch.distributed or Ray) or for its interpreter, which a server must not see.
 # This includes allocator and stream settings: expandable segments cannot be mapped by another process or paused by
 # SGLang's memory saver, and one connection to the device keeps a server's kernels in one queue.
 _TRAINER_ONLY = (
