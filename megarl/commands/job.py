@@ -77,7 +77,8 @@ def read_recipe(arguments: argparse.Namespace) -> RunConfig:
     except ConfigError as error:
         if not of_run:
             raise
-        # Only warn about keys of losses and estimators, which this command does not use; raise all other problems.
+        # This command does not use the components of the run's algorithm, such as its loss and its estimator. It only
+        # warns about wrong keys of these components, and raises all other problems.
         config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS, check_own=False)
         print(f"megarl: warning: not used by megarl {arguments.command}: {error}", file=sys.stderr)
     if getattr(arguments, "job", arguments.command) == "sft":

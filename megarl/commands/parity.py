@@ -201,7 +201,8 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
     with ExitStack() as stack:
         python = find_python(None, cuda=has_cuda()) if server else None  # checked before the slow parts
         if (source / "meta.json").is_file() or CheckpointReader(source).quantized:
-            # Compare the dequantised weights: with the files transformers and servers would use quantised kernels.
+            # A run's checkpoint is exported, because transformers cannot read it. Quantised weights are dequantised,
+            # because transformers and servers would otherwise use quantised kernels.
             from megarl.commands.convert import convert
 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"

@@ -23,7 +23,7 @@ from megarl.system.errors import UserError, relative_path_fix
 
 _KEY_VALUE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::?-(?P<default>[^${}]*))?\}|\$(?P<plain>\w+)")
-_INNER = 4  # maximum number of levels of variables inside variables
+_INNER = 4  # number of rounds that replace variables, since the value of a variable may contain other variables
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _OF_GRPO = {"num_generations", "max_completion_length", "reward_funcs", "num_iterations", "epsilon", "scale_rewards"}
 _OF_SFT = {"packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "eos_token"}
@@ -444,7 +444,7 @@ def _verl(source: OtherSettings, gpus: int | None) -> Translation:
         made.set("algorithm.overlong.factor", factor)
     _betas(made, source.take("actor.optim.betas"))
     may_be_off = ("actor.optim.lr_warmup_steps", "trainer.save_freq", "trainer.test_freq")
-    # -1 turns the warm-up, saving or validation off
+    # A value that is not above 0 sets no number of warm-up steps, and turns saving or validation off.
     source.drop(lambda name: name.endswith(may_be_off) and not _positive(source.values[name]))
     _steps(source, made, "trainer.total_training_steps", "trainer.total_epochs")
     _rollout(source, made, source.take("rollout.name"))

@@ -14,7 +14,7 @@ from megarl.system.errors import ConfigError, UserError
 #: Largest integer in a recipe. Larger integers lose digits in JSON and floating-point numbers, and no count is that
 #: large.
 LARGEST = 2**53
-#: At most a year: clocks of libraries overflow beyond that.
+#: A number of seconds, above 0 and at most a year. Some libraries' clocks overflow for much larger numbers.
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(31_536_000)]
 
 
@@ -63,7 +63,8 @@ class ComponentSection(Section):
         return dict(self.model_extra or {})
 
 
-_LONG_LIST = 60  # Length from which a list of allowed values is shown only once in a list of problems.
+# Maximum number of characters of a list of allowed values that is repeated in every problem that has this list.
+_LONG_LIST = 60
 
 
 class ConfigErrors(ConfigError):

@@ -393,7 +393,7 @@ METHODS = _by_name(_METHODS)
 #: Sections of verl and EasyR1 that wrap sections of this project, and the wrapped sections whose names differ here.
 _AROUND = ("actor_rollout_ref", "worker")
 _INSIDE = {"ref": "reference"}
-#: Sections of this project (such as optim) that other projects have inside any section.
+#: Names of this project's sections. Other projects have sections with some of these names (such as optim) elsewhere.
 _SECTIONS = {key.path.rpartition(".")[2] for key in iter_keys() if key.section is not None}
 
 

@@ -11,7 +11,7 @@ from megarl.dag.layout import Drawing, Point, lay_out
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 
-_WIDTH = 80  # width of the graph as text, in columns
+_WIDTH = 80  # number of columns at which the lines of the graph as text are wrapped
 # Fill and line per role; one pair for light and one for dark pages. Text takes the page's text colour.
 _COLOURS = {
     Role.DEFAULT: ("#eef1f5", "#8a94a3", "#2a2f37", "#7d8796"),

@@ -123,7 +123,7 @@ class _History:
             self._values[name] = _Value(node.id, available=True)
         self._since.append(node.id)
         if contract.resamples:
-            # Fields that nodes have only looked for are not among those that the samples carry.
+            # Nodes may have tried to read a field that neither the entry nor a node has set: samples do not carry it.
             carried = {name: v for name, v in self._values.items() if v.available or v.writer is not None}
             self._values = {name: _Value(node.id, value.available) for name, value in carried.items()}
             self.resampler, self._since = node.id, []

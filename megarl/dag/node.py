@@ -35,7 +35,7 @@ class Node:
     deps: tuple[str, ...] = ()  # ids of nodes that must run before this one, in addition to those that fields imply
     config: Mapping[str, Any] = field(default_factory=dict)  # further keyword arguments of `func`
     contract: Contract | None = None  # the node's reads and writes; None: as declared by the callable's `@stage`
-    retry: int = 0  # how often a step calls `func` again after an error of its contract's `retries_on`
+    retry: int = 0  # how often a step may call `func` again after an error of its contract's `retries_on`
     needs_roles: tuple[str, ...] = ()  # names of the roles that the function of a resolved node needs
     may_take: tuple[str, ...] = ()  # names of the roles that the function takes if the run has them
 

@@ -74,7 +74,7 @@ def rebalance(lengths: Lengths, owners: Sequence[int] | np.ndarray, k: int) -> n
     """
     sizes, owners = np.asarray(lengths, dtype=np.int64), np.asarray(owners, dtype=np.int64)
     counts = np.bincount(owners, minlength=k)
-    # Each part has as many free places as the fullest part has items: a part of few long items may get many short ones.
+    # Each part has more free places than the fullest part has items: a part of few long items may get many short ones.
     table = np.full((k, 2 * int(counts.max(initial=0)) + 1), -1, dtype=np.int64)
     order = np.argsort(owners, kind="stable")
     table[owners[order], np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)] = order
@@ -153,8 +153,8 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
         keys = (2 * take + pairs[:, None] * gap).ravel()
         wanted = 2 * give - surplus[:, None] + pairs[:, None] * gap
         right = np.searchsorted(keys, wanted.ravel()).reshape(wanted.shape) - pairs[:, None] * width
-        # Exchanging an unused place moves one item to the other part. If both parts have unused places, forbid this:
-        # their numbers of items would drift apart.
+        # Exchanging an unused place moves one item to the other part. With `fixed_counts`, forbid this if both parts
+        # have unused places: their numbers of items would drift apart.
         first = np.zeros((len(pairs), 1), dtype=np.int64)
         if fixed_counts:
             first[:, 0] = (table[light[:, None], 0] < 0).any(1) & (table[heavy] < 0).any(1)

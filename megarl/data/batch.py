@@ -147,7 +147,7 @@ class Batch:
             place = moved.setdefault(value.device, picked.to(value.device))
             if not isinstance(value, Jagged):
                 return value.index_select(0, place)
-            # Fields over the same tokens share one offsets tensor, so the gather is planned once for all of them.
+            # Fields over the same tokens usually share one offsets tensor; the gather is planned once per such tensor.
             if id(value.offsets) not in plans:
                 plans[id(value.offsets)] = gather_plan(value.offsets, place)
             places, offsets = plans[id(value.offsets)]

@@ -121,7 +121,8 @@ def _opened_image(source: BinaryIO, where: str) -> Image:
     except Image.DecompressionBombError as error:
         raise _too_large(str(error), where) from error
     check_size(image.height, image.width, where)
-    # The other frames of an MPO file, a phone's JPEG, are previews. (`n_frames` would read the whole file.)
+    # A phone's JPEG may be an MPO file, whose further frames, such as previews, are ignored. (`n_frames` would read the
+    # whole file.)
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise DataError(
             "the image has several frames",

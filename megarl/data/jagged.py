@@ -57,7 +57,7 @@ class Jagged:
                 f"values and offsets must be on one device, but values are on {values.device}, offsets on "
                 f"{offsets.device}"
             )
-        # Reading offsets on a GPU would stall its stream, and they were checked on the CPU before.
+        # Offsets on a GPU are not checked, because reading them would stall its stream.
         if offsets.device.type == "cpu":
             ends = (int(offsets[0]), int(offsets[-1]))
             if ends != (0, len(values)) or bool((offsets[1:] < offsets[:-1]).any()):

@@ -259,7 +259,7 @@ _FILE = re.compile(
     r"data:(image|video|audio)/[\w.+-]+;.*|\S+\.(png|jpe?g|gif|webp|bmp|tiff?|npy|mp4|avi|mov|mkv|webm|wav|mp3|flac|ogg|m4a)",
     re.IGNORECASE | re.DOTALL,
 )
-_LOOKED_AT = 300  # first characters of a value that are matched against _FILE
+_LOOKED_AT = 300  # number of characters at the start of a value that are matched against _FILE
 
 
 def refuse_media(row: Row, texts: Container[str], shown: Container[str] = ()) -> None:

@@ -46,7 +46,7 @@ _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # column separator
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")
 #: Suffixes of data files that are not supported.
 _OTHER_FORMS = (".ndjson", ".jsonlines", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xls", ".pkl")
-_ROWS_ASKED = 200  # first training rows whose system messages are compared
+_ROWS_ASKED = 200  # maximum number of training rows, from the first on, whose system messages are compared
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 #: The name of a data set on the hub.
 HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>.+))?")
@@ -261,7 +261,7 @@ def _read_folder(folder: Path) -> list[Row]:
         raise DataError("the folder has no data file", where=str(folder), allowed=SUFFIXES)
     named = {match[1] for p in files if (match := _SPLIT_IN_NAME.search(str(p.relative_to(folder)).lower()))}
     if len(named) > 1:
-        # Refuse to read all files of the folder, because the run would train on the test set.
+        # Refuse to read all files of the folder, because the run might train on its validation or test rows.
         raise DataError(
             "the folder has several splits",
             where=str(folder),
@@ -479,7 +479,7 @@ def _unreadable_cell(table: pyarrow.Table) -> tuple[str, int]:
         for number, cell in enumerate(table[column], 1):
             try:
                 cell.as_py()
-            except Exception:  # to_pylist raises many types of errors
+            except Exception:  # as_py raises many types of errors
                 return column, number
     raise AssertionError(
         f"pyarrow cannot convert the table to rows, although it can convert each cell of columns {table.column_names}"

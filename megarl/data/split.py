@@ -31,7 +31,7 @@ def split_rows(rows: Sequence[Row], config: DataConfig, split: Split) -> list[Ro
         content = _content(row, config)
         with readable(row.where if config.image_key is None else f"{row.where}: column {config.image_key!r}"):
             text = json.dumps(content, sort_keys=True, default=_plain)
-        # Gives the same number in every process, unlike Python's own hash.
+        # blake2b gives the same number in every process, unlike Python's own hash.
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_BITS // 8).digest()
         numbers.append(int.from_bytes(digest))
     different = sorted(set(numbers))

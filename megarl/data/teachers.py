@@ -66,7 +66,7 @@ def choose_teacher(settings: TeacherConfig, row: Mapping[str, Any], seed: int) -
         left -= model.weight
         if left < 0:
             return name
-    # Rounding errors of the sum of the weights may leave `left` at 0 or above: choose the last teacher.
+    # Rounding errors of the sum of the weights may leave `left` at 0 or above: choose the last teacher with a weight.
     return next(name for name, model in reversed(settings.models.items()) if model.weight)
 
 

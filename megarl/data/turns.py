@@ -64,7 +64,8 @@ class Turns:
             return self._plain(observation)
         if self._render is not None:
             return self._ids(observation)
-        ids = self._tokenizer(observation)["input_ids"]  # adds the BOS token, as for prompts of the data
+        # the tokenizer adds its begin token if it has one, as for prompts of the data
+        ids = self._tokenizer(observation)["input_ids"]
         return self._known(to_continue(self._tokenizer, [ids])[0], observation)
 
     def following(self, observation: str | Messages | list[int], *, ended: bool) -> list[int]:

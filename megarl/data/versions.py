@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: [version, tokens] of each run, in the order of the tokens; plain JSON.
 VersionRuns: TypeAlias = list[list[int]]
-#: Jagged int64 fields with one entry per run: the version, and the tokens that it sampled.
+#: Jagged int64 fields with one entry per run: the run's version, and its number of tokens.
 VERSION_FIELDS = ("weight_versions", "version_tokens")
 
 

@@ -128,7 +128,7 @@ class Packer:
         self._cuts: list[np.ndarray] = []
         self._lengths: list[np.ndarray] = []
         self._fields: list[_Field] = []
-        known: dict[int, int] = {}  # id of an offsets tensor -> its index; fields over the same tokens share one
+        known: dict[int, int] = {}  # id of an offsets tensor -> its index; several fields may share one tensor
         for name, value in fields.items():
             cut = None
             if isinstance(value, Jagged):

@@ -372,7 +372,7 @@ class AsReadyLoop:
         self._finish_scored(least=len(self._scoring))
         self._swap(version, 0)
         assert c.loader is not None, "checks refuse a training run without data"
-        # the first prompt that no group has begun; none begins before the next segment
+        # Set the loader to the first prompt whose group has not begun. No group begins before the next segment.
         c.loader.go_to(c.buffer.flow_state()["next"])
         post_loader_place(c)
         partials = generator.partial() | self._partials

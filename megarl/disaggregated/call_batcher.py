@@ -11,8 +11,8 @@ first call of a segment, when the other replicas have filled their slots too.
 
 from __future__ import annotations
 
-_PART = 8  # a replica keeps one prompt in reserve for this many of its slots
-_SHARE = 32  # a call is delayed by at most this fraction of a segment
+_PART = 8  # a replica keeps one prompt in reserve for this many groups that it can generate at the same time
+_SHARE = 32  # a call is delayed by at most 1 / _SHARE of the previous segment
 _LONGEST_S = 2.0  # longest delay of a call
 
 
@@ -62,7 +62,8 @@ class CallBatcher:
             return False
         if self._since is None:
             self._since = now
-        lacks_reserve = finished and 0 < self.in_hand <= missing  # no prompt is in reserve for a slot that becomes free
+        # no prompt is in reserve for the next group that finishes
+        lacks_reserve = finished and 0 < self.in_hand <= missing
         return empty or lacks_reserve or now - self._since >= self._delay_s
 
     def left_s(self, now: float) -> float:

@@ -45,7 +45,7 @@ class InOrderLoop:
     recorder: Recorder
     checkpoints: CheckpointPart
     restored: list[BufferedStep]
-    _ahead: list[BufferedStep] = field(default_factory=list)  # generated steps that may not be trained yet
+    _ahead: list[BufferedStep] = field(default_factory=list)  # generated steps; training on them may be unfinished
 
     def run(self) -> None:
         """Generate all remaining steps, then follow the weights until the last training step."""

@@ -34,7 +34,7 @@ _THREADS = 16
 #: Exceptions of an environment that end only its own episode.
 _CONTAINED = (Exception, SystemExit, asyncio.CancelledError)
 _Outcome = tuple[Any, BaseException | None]
-#: Names of metrics `env/<name>` that every run writes, which environments may not use.
+#: Names of metrics `env/<name>` that megarl itself writes, so environments may not use them.
 _TAKEN = ("cached", "cut", "errors", "greedy_errors", "tokens/max", "tokens/mean", "turns/max", "turns/mean")
 
 

@@ -96,7 +96,7 @@ def _check_parameters(kind: type[Environment], method: str, arguments: tuple[str
     """Refuse a method that cannot be called with these positional arguments."""
     function = inspect.getattr_static(kind, method)
     if not inspect.isfunction(function):
-        return  # a static method, or a callable without a signature
+        return  # only plain methods are checked, not class methods, static methods and other callables
     signature = inspect.signature(function)
     try:
         signature.bind(None, *arguments)

@@ -63,7 +63,8 @@ def _stats() -> Iterator[tuple[int, _Stat]]:
     with contextlib.suppress(FileNotFoundError):
         for name in filter(str.isdecimal, os.listdir("/proc")):
             with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
-                # fields 4, 14 to 17, 20 and 24 of proc(5); the first two end with the name in parentheses
+                # The list begins with field 3 of proc(5), after the name in parentheses. Fields 4, 14 to 17, 20 and 24
+                # are read.
                 fields = file.read().rpartition(b")")[2].split()
                 ticks = sum(int(field) for field in fields[11:15])
                 yield (

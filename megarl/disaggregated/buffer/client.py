@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from megarl.system.comm import WorkerGroup
     from megarl.system.store import SharedStore
 
-_SLICE_S = 5.0  # seconds of the longest call that waits, and between two pings
+_SLICE_S = 5.0  # usual seconds of the longest call that waits, and between two pings
 _AGAIN_S = 0.5  # seconds between two attempts of a call
 _PASSED_ON = 256  # how many messages stay in the team's store; older ones are deleted
-_CALLS_S = 50  # waiting calls per second of a team's workers; in a larger team each call waits longer
+_CALLS_S = 50  # usual limit of a team's waiting calls per second, for which each call of a large team waits longer
 
 
 class BufferClient:

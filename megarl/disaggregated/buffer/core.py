@@ -73,7 +73,8 @@ class GroupInfo(NamedTuple):
 class _Sent:
     """The groups that were sent for one handover in one step."""
 
-    givers: set[int] = field(default_factory=set)  # ranks that sent their groups
+    # one number per replica that sent its groups: the rank that called `give`; with as_ready, the replica's number
+    givers: set[int] = field(default_factory=set)
     refs: dict[str, Any] = field(default_factory=dict)  # reference to the bytes of each group, by uid
     fetched: dict[str, set[str]] = field(default_factory=dict)  # uids that each team has fetched
 
@@ -125,7 +126,7 @@ class Core:
         self._mail: dict[str, str] = {}
         # numbers of the kept messages of each series (messages that differ only in a number), in order of arrival
         self._series: dict[str, list[int]] = {}
-        # workers that have arrived at a message that is posted once all have, by the message's name
+        # the first workers of the replicas that have called `arrive` for a message, by its name, until it is posted
         self._arrived: dict[str, set[tuple[str, int]]] = {}
 
     # -- samples -----------------------------------------------------------------------------------------------------
