@@ -138,7 +138,8 @@ def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineCon
     if mixture is not None:
         rows.append(mixture.width // parallel.expert_tp)
     each = 32 if engine.fp8 == "mxfp8" else 16
-    # Sequence parallelism gathers hidden states in whole FP8 blocks of 128, so they must divide the hidden size.
+    # With `blockwise`, sequence parallelism gathers hidden states in whole FP8 blocks of 128 numbers, so the hidden
+    # size must be a multiple of 128.
     unit = 128 if engine.fp8 == "blockwise" and parallel.tp > 1 else each
     odd = [size for size in rows if size % each]
     if odd or hf.hidden_size % unit:

@@ -164,7 +164,8 @@ def _for_kernels(packed: PackedSequences) -> PackedSeqParams:
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         padded = cu if packed.cp_size > 1 else None  # sequences include their padding, so both offsets are equal
         packed.cache["te"] = PackedSeqParams("thd", cu, cu, padded, padded, longest, longest)
-        # megatron-core reads this since 0.19. Without it Transformer Engine compares both lengths on the host.
+        # megatron-core reads this attribute since 0.19. Without it Transformer Engine compares the offsets with and
+        # without padding on the host.
         packed.cache["te"].pad_between_seqs = False
     return packed.cache["te"]
 

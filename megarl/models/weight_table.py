@@ -81,7 +81,7 @@ Instance = tuple[WeightRule, tuple[int, str], tuple[str, ...]]
 class WeightTable:
     """The tensors of a model in a checkpoint, and the rules that turn them into parameters; read from its config."""
 
-    rules: tuple[WeightRule, ...]  # rules of all parameters except those of the vision part
+    rules: tuple[WeightRule, ...]  # rules of all parameters except those of the vision part and the draft head
     sizes: dict[str, int]  # sizes of the model by name, from which the rules compute shapes
     kinds: list[str]  # the kind of each layer's mixer
     sparse: list[bool]  # for each layer, whether its MLP is a mixture of experts

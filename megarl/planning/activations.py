@@ -145,7 +145,7 @@ class Activations:
     @property
     def route(self) -> float:
         """Bytes of the integers that one layer keeps to map rows to tokens."""
-        # Each row's token and expert (one tensor), and the position of its router weight.
+        # Each row's token and expert (one tensor), the position of its router weight and, for GPU kernels, its number.
         local = 3 * INDEX + (PLACE if self.gpu else 0)
         # If ranks exchange rows: their order by expert and the inverse, which GPU kernels keep as row numbers.
         exchanged = INDEX + (PLACE if self.gpu else INDEX)
@@ -236,8 +236,9 @@ class Activations:
         each = max(self._logit, FULL * self.logit_copies)
         if self.facts.wiring.logit_cap is not None:
             each += (2 if self.gpu else 1) * FULL  # the soft-cap's derivative, and on a GPU the unrounded gradient
-        # The weight's gradient is one matrix product. With several chunks of tokens a CPU also needs a float32 sum over
-        # the chunks; a GPU computes the gradient in blocks of the vocabulary instead (`linear_logprob`), without a sum.
+        # A head that compares distributions, and on a CPU any head with several chunks of tokens, sums the weight's
+        # gradient in float32. Otherwise the gradient is one matrix product or, on a GPU, one for each block of the
+        # vocabulary (`linear_logprob`), without a sum.
         summed = self.logit_copies > 0 or (not self.gpu and n > self.engine.logits_chunk_tokens)
         return each * self._logits + ((FULL if summed else 0) + element) * weight + rows
 

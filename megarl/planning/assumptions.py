@@ -11,8 +11,8 @@ from megarl.system.errors import ConfigError, close_matches
 
 T = TypeVar("T")
 
-#: Assumptions (also those of `megarl simulate`) that are divisors, so they must not be 0: shares, in addition to names
-#: that end with _share, and other numbers.
+#: Assumptions (also those of `megarl simulate`) that must not be 0: shares, in addition to names that end with _share,
+#: and other numbers.
 _SHARES = frozenset(("train_mfu", "prefill_mfu", "server_memory", "kept_groups", "usable_memory"))
 _DIVISORS = frozenset(("disk_gb_s", "memory_tb_s", "peak_tflops", "link_gbit", "link_times"))
 
@@ -57,7 +57,7 @@ def _number(name: str, text: str, where: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if name == "overlap_share":  # the only share by which nothing is divided, so it may be 0
+    if name == "overlap_share":  # the only share that may be 0: nothing of the reduction is hidden
         good, allowed = 0 <= value <= 1, "a number from 0 to 1"
     elif name in _SHARES or name.endswith("_share"):
         good, allowed = 0 < value <= 1, "a number above 0, at most 1"

@@ -113,7 +113,8 @@ class Decoder:
         # cancels out in running * FLOPs / (peak * share).
         products = (dense * filling[0] + mixing_flops * self.attention_dp * filling[1]) / (peak * given.gemm_share)
         products += self._expert_products(running)
-        # A layer's products and its attention follow each other; each takes the time of its bytes or its FLOPs.
+        # A layer's products and its attention follow each other; each takes the time of its bytes or of its FLOPs,
+        # whichever is longer.
         seconds = max(weights / rate, products) + max(caches / rate, scores / (peak * given.gemm_share))
         routers = facts.copies["router"] * facts.experts / self.ep
         layers = facts.layers * given.decode_layer_ms + routers * given.decode_expert_ms

@@ -47,7 +47,7 @@ def pair_flops(facts: ModelFacts, *, decoding: bool = False) -> dict[int | None,
 class FlopCounter:
     """Counts the FLOPs of one model."""
 
-    per_token: float  # forward FLOPs of all layers for one token, without attention over keys and the output head
+    per_token: float  # forward FLOPs of all layers for one token; excludes attention over keys, and the output head
     per_pair: Mapping[
         int | None, float
     ]  # sliding window -> FLOPs of a (query, key) pair in all layers with this window

@@ -241,7 +241,7 @@ def typical_cpu(processes: int, threads: int | None = None, cores: int | None = 
 # of a machine.
 _TYPICAL_FP32 = {"avx512f": 90e9, "avx2": 50e9, "asimd": 40e9}
 _LEAST_FP32 = 15e9
-#: How many times faster than fp32 products are in bf16, by the processor's instructions for them.
+#: How many times faster products in bf16 are than in fp32, by the processor's instructions for them; None: it has none.
 _BF16_GAIN = {"amx_bf16": 8.0, None: 0.1}
 _OTHER_BF16_GAIN = 2.3
 _TYPICAL_COPIED = 10e9

@@ -56,7 +56,7 @@ from megarl.system.offload_schedule import (
 )
 
 SERVER_CACHE, _SERVER_WEIGHTS = "a server's cache, per rank of it", "a server's weights, per rank of it"
-_FRACTIONS, _MOST = 20, 0.9  # `memory_fraction` is a multiple of 1/20, at most 0.9
+_FRACTIONS, _MOST = 20, 0.9  # a chosen `memory_fraction` is a multiple of 1/20, at most 0.9
 _SERVER = "a server"  # name of the `Moment` with the memory of a server on GPUs of its own
 PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
 """On a CPU the embedded engine repacks weights up to this size once, if it decodes at least this many tokens."""
@@ -576,7 +576,7 @@ def _learning_terms(
         flying = min(parallel.pp, passes.count)  # micro-batches that the encoder's stage, the first, holds at once
         size = flying * sequences * most * patch_bytes(facts.encoder, BYTES[config.model.dtype], recompute=recompute)
         keys = f"{section}.engine.micro_batch_tokens, {section}.engine.recompute, data.max_pixels, data.limit_images"
-        # Prompts have fewer patches than the limit, and samples of a group share theirs.
+        # Prompts may have fewer patches than the limit, and samples of a group may share theirs.
         terms.append(Term("the vision encoder at work, at most", size, keys, least=0.0))
     if needed.head and role == ACTOR:
         terms.append(term("logits of one chunk", needed.head, "actor.engine.logits_chunk_tokens", rough=True))

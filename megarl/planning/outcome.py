@@ -44,7 +44,7 @@ class ServerRoom:
     tokens: float  # tokens that fit into one engine, or into one attention group of a server
     slots: float  # samples that an engine decodes at the same time; 1 if not even one fits
     longest: float  # tokens of the longest sample, prompt included
-    certain: bool = True  # whether the recipe sets how much of a device a server takes; otherwise SGLang chooses it
+    certain: bool = True  # False: SGLang, or its extra arguments, choose how much of a device a server takes
 
     @property
     def fits(self) -> bool:

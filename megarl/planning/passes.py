@@ -70,8 +70,8 @@ class ModelPass:
     value_head: bool = False  # the model has one value per token in place of a vocabulary
     lora: LoraConfig | None = None  # adapters are trained instead of the weights
     of_draft: bool = False  # this is the layer of a draft head, for which the head's weight is a constant
-    # which pipeline stage `_stage` computes: the last one, which has the head; False: the one with most layers of the
-    # others
+    # which pipeline stage `_stage` computes. True: the last one, which has the head; False: of the others, the one with
+    # most layers
     of_last: bool = True
 
     @cached_property
@@ -236,7 +236,7 @@ class ModelPass:
         ranks = parallel.tp * parallel.cp
         peak = self.hardware.peak(self.dtype)
         tokens = share.tokens
-        # FLOPs of attention over keys and values in all layers
+        # `pairs` are all forward FLOPs of a sample; `scores`, without those per token, are the FLOPs of attention.
         pairs = self._counter.forward([share.length], head_tokens=0)
         pairs += self._counter.unevenness(share.length, share.variance)
         scores = share.samples * (pairs - share.length * self._counter.per_token)

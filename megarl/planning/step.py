@@ -170,7 +170,7 @@ class StepFormulas:
     def room(self) -> ServerRoom:
         """The memory of an engine or a server for keys and values (formula K1 of docs/planning.md)."""
         decoder, work = self.decoder, self.work
-        # in a model whose layers are all recurrent, tokens have no keys, so any number of tokens fits
+        # In a model whose layers are all recurrent, tokens have no keys; they count as 1 byte, to avoid division by 0.
         token, servers = max(decoder.key_bytes, 1.0), self.config.rollout.servers
         if servers is None:
             layers = decoder.facts.layers

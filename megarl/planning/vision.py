@@ -20,7 +20,7 @@ _LOOKED_UP = ("pos_embed", "cls_token", "reg_token")
 
 def image_flops(encoder: VisionEncoder, images: Iterable[float]) -> float:
     """Return the FLOPs of one forward pass of a vision-language model's encoder; `images` are numbers of patches."""
-    merged = encoder.merge**2  # patches after merging, on which the mergers' products work
+    merged = encoder.merge**2  # number of patches merged into one; mergers' products work on merged patches
     each = sum(
         2.0 * math.prod(shape) / (merged if part_of(f"visual.{name}") == "merger" else 1)
         for name, (_, shape) in encoder.tensors.items()

@@ -57,7 +57,7 @@ def _route_bytes(model: ModelConfig) -> int:
 def _facts_of(model: ModelConfig) -> ModelFacts | None:
     try:
         return model_facts(model)
-    except ConfigError:  # `megarl.checks` reports the invalid path of the model
+    except ConfigError:  # `megarl.checks` reports this error
         return None
 
 

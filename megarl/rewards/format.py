@@ -61,7 +61,7 @@ def last_boxed(text: str) -> str | None:
     if not starts:
         return None
     last: tuple[int, int] | None = None
-    # for each open brace the start of its content: a single pass, however many boxes never close
+    # Start of the content of each open brace. With it one pass over the text is enough, even if boxes never close.
     open_braces: list[int] = []
     for token in _BRACE.finditer(text, min(starts) - 1):
         if token.group() == "{":

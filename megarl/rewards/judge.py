@@ -191,7 +191,7 @@ def _read(kept: Path, options: JudgeSettings) -> float | None:
 def _score(answer: Any, low: float, high: float) -> float:
     """Return the score in a chat completion; raise ValueError, KeyError, IndexError or TypeError if there is none."""
     text = answer["choices"][0]["message"]["content"]
-    # the verdict may be inside other text: the last JSON object counts
+    # The verdict may be inside other text: the last JSON object with a score counts.
     candidates = [text, *reversed(_OBJECT.findall(text))]
     for candidate in candidates:
         try:

@@ -195,7 +195,7 @@ def _takes_any(signature: inspect.Signature) -> bool:
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)
-    except ValueError:  # a built-in without a signature raises its own error when it is called
+    except ValueError:  # a built-in without a signature checks its arguments when it is called
         return inspect.Signature([inspect.Parameter(name, kind) for name, kind in _ANYTHING])
 
 

@@ -197,7 +197,7 @@ def stage_group(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterator[W
     [stage] = [group for group in groups if group is not None]
     try:
         yield stage
-        world.barrier()  # close a group only when no other rank uses it any more
+        world.barrier()  # without an error, close the group after all ranks have used it
     finally:
         stage.close()
 

@@ -163,7 +163,7 @@ def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, valu
 def _older_keys(written: dict[str, Any], architecture: str, experts: int | None) -> dict[str, Any]:
     """Return the keys of a language model's config.json that only transformers 4 reads."""
     parameters, local = written["rope_parameters"], {}
-    if "sliding_attention" in parameters:  # the older keys are those of layers without a window
+    if "sliding_attention" in parameters:  # the older keys, except `local`, are those of layers without a window
         local = {"rope_local_base_freq": parameters["sliding_attention"]["rope_theta"]}
         parameters = parameters["full_attention"]
     key = ARCHITECTURES[architecture].rope.local_theta

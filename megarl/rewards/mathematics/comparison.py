@@ -335,7 +335,7 @@ def _is_name(node: Node) -> bool:
     if not isinstance(node, Compound) or node.kind != "tuple":
         return False
     letters = [item.name for item in node.items if isinstance(item, Symbol) and _is_name(item)]
-    # Only letters in alphabetical order are the name of a pair: after (y, x), the values are in another order.
+    # Single letters are the name of a tuple only in alphabetical order: after (y, x), the values are in another order.
     ordered = any(len(name) != 1 for name in letters) or letters == sorted(letters)
     return len(letters) == len(node.items) and ordered
 

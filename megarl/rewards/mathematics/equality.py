@@ -23,7 +23,7 @@ from megarl.rewards.mathematics.values import (
 )
 
 _RELATIVE = Fraction(1, 10**6)  # relative distance that a decimal may have from the value that it stands for
-_ENOUGH = 2  # number of test points at which both expressions must be defined
+_ENOUGH = 2  # minimum number of test points at which both expressions are defined
 
 
 def equal_expressions(reference: Node, answer: Node) -> bool:

@@ -191,8 +191,8 @@ class _Scanner:
         self.text, self.grouping = text, grouping
         self.made: list[Token] = []
         self.spaced = False
-        # what each open brace belongs to: "{" in a formula, "text", "units" for a unit or one letter or digit, which is
-        # read as mathematics, "look" for a dropped style
+        # what each open brace belongs to: "{" in a formula, "text" in words, "units" in a text command whose argument
+        # is read as a formula, "look" for a dropped style
         self.braces: list[str] = []
         self.only_words = not re.search(r"[\d\\^_=+*/<>|{}]", text)
         self.prose = self.only_words and re.search(r"[A-Za-z]{4,}", text) is not None
@@ -265,7 +265,7 @@ class _Scanner:
         if len(inside) == 1 and (
             (name in ("mathrm", "rm") and inside in "eid") or (name != "mathrm" or not inside.isalpha())
         ):
-            # one letter or digit, such as the constant e, is mathematics and not text
+            # Read one character as mathematics and not as text; of the letters in \mathrm only e, i and d.
             self.braces.append("units")
         elif "_" in inside or "^" in inside or "\\" in inside.replace("\\ ", "").replace("\\%", ""):
             self.braces.append("units")

@@ -25,7 +25,7 @@ _MAX_SPREAD = 40  # bits that cancellation in a sum may cost; beyond, more digit
 _MOST_DIGITS = 3_000
 _POINTS = 6
 _SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # magnitudes of the variables at the test points
-_FIRST_MIXED = 4  # at this point and later ones, variables differ in their signs
+_FIRST_MIXED = 4  # at this point and later ones, variables may differ in their signs
 # further points to compare at, for expressions whose values are whole numbers nearly everywhere
 _WIDE = (57.0, 1234.0, 311.0, 98765.0)
 #: Functions that are slow for large arguments.
@@ -320,7 +320,7 @@ def points(names: list[str], wide: bool = False) -> list[dict[str, Any]]:
         point = {}
         for name in names:
             seed = zlib.crc32(f"{name} {index}".encode())
-            size = ctx.mpf(seed % 99_991 + 7) / 99_991 / 2 + ctx.mpf(3) / 4  # between 0.75 and 1.25
+            size = ctx.mpf(seed % 99_991 + 7) / 99_991 / 2 + ctx.mpf(3) / 4  # from 0.75 to about 1.25
             negative = index >= _FIRST_MIXED and _is_negative(name, index - _FIRST_MIXED)
             point[name] = size * (-scale if negative else scale)
         made.append(point)

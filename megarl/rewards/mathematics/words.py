@@ -86,8 +86,8 @@ _unit("pence", 1, "pence", "penny", "pennies")
 #: Speeds with a name: numerator and denominator.
 SPEEDS = {"mph": ("mi", "h"), "kph": ("km", "h"), "kmh": ("km", "h"), "kmph": ("km", "h"), "fps": ("ft", "s")}
 
-#: Nouns of things that are counted: `5\text{ apples}` equals 5, but not 5 oranges. Any other word is part of the
-#: answer.
+#: Nouns of things that are counted: `5\text{ apples}` equals 5, but not 5 oranges. Other words are part of the answer,
+#: but `stated_value` leaves out a noun after a number if the reference is a number.
 COUNTED = (
     "apple animal arrangement ball bag bead bean bird block board book bottle bowl box|boxes boy brick bus|buses "
     "cake candle candy|candies car card case cat chair chicken child|children choice class|classes coin combination "
@@ -122,7 +122,8 @@ _NUMERALS = (
 NUMERALS = {word: value for value, word in enumerate(_NUMERALS.split())} | {
     "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90,
 }  # fmt: skip
-#: Words after a number that change or deny it; any other lower-case word there names the counted things.
+#: Words after a number that change or deny it. Other lower-case words there, except ordinals and words of one or two
+#: letters, name the counted things.
 CHANGING = _words(
     "half halves third thirds quarter quarters squared cubed factorial doubled tripled halved dozen dozens score "
     "scores gross pair pairs couple couples hundreds thousands millions billions trillions lakh lakhs crore crores "

@@ -340,7 +340,7 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
                 raise DataError("the file contains no video", where=str(path), fix=_AGAIN)
             stream = video.streams.video[0]
             assert stream.time_base is not None, "every video stream has a time base"
-            # seeks to the key frame before this time
+            # seeks to the last key frame that is not after this time
             video.seek(max(0, round((second - near) / stream.time_base)), stream=stream)
             best, apart = None, float("inf")
             for frame in video.decode(stream):

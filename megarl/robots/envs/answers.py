@@ -40,7 +40,8 @@ class Failure:
     output: str  # last lines that the process printed
 
 
-#: The answer to `begin` is an Observation, to a chunk of actions an Outcome, to `expert` an Advice.
+#: The answer to `begin` is an Observation, to a chunk of actions an Outcome, to `expert` an Advice; to each it may be a
+#: Failure.
 Answer = Observation | Outcome | Advice | Failure
 
 

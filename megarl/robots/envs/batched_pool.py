@@ -310,7 +310,7 @@ class BatchedPool:
             slot: Failure(kind, text, episode.task, episode.trial, max(0, len(episode.sums) - 1), output)
             for slot, episode in sorted(self._episodes.items())
         }
-        first = next(iter(ended.values()), None)  # None: the process failed at its start, before any episode
+        first = next(iter(ended.values()), None)  # None: no episode was in flight, as at the process's start
         if kind == "raised" and constructing and any(not self.counts.constructions[task] for task in begun):
             raise pool_error(self.settings, self._where, "the simulator could not be constructed", first)
         if self._failures >= self.settings.max_restarts:

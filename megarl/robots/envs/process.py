@@ -94,7 +94,7 @@ class SimulatorProcess:
         if not self.waiting:
             self.since = time.monotonic()
         self.waiting.extend(answers)
-        with contextlib.suppress(OSError):  # also raised if the socket is closed
+        with contextlib.suppress(OSError):  # the process is gone or reads too slowly, or the socket is closed
             self.socket.settimeout(self._send_s)  # sending may block: a call may be larger than the socket's buffer
             self.socket.sendall(pack(header, arrays))
         with contextlib.suppress(OSError):

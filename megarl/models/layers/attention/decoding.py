@@ -141,7 +141,8 @@ class AttentionDecoder:
     def __call__(self, x: Tensor, step: Pass) -> Tensor:
         """Return the layer's output [n, h] of hidden states x [n, h], before the sum over tensor-parallel ranks, and
         cache their keys and values."""
-        # Megatron stores the query heads, key and value of a group side by side, as decoding needs them.
+        # Megatron stores the query heads, their gates (if there are any), key and value of a group side by side.
+        # Decoding needs this order without the gates.
         qkv = self._qkv(x).view(len(x), *self._heads)
         if self._gated:
             per = (qkv.shape[2] - 2) // 2

@@ -33,7 +33,7 @@ class Attention(Mixer):
 
     kind: ClassVar[str] = "attention"
     heads: int = 0
-    groups: int = 0  # key/value heads
+    groups: int = 0  # number of key/value heads
     width: int = 0  # width of a head
     qk_norm: bool = False  # queries and keys are normalised per head
     qkv_bias: bool = False  # the projections to queries, keys and values have biases
@@ -132,7 +132,7 @@ class AttentionTraits:
     sinks: bool = False
     # function from the values of config.json to the factor of the scores; None: 1 / sqrt(width)
     scale: Callable[[Mapping[str, Any]], float] | None = None
-    cap: str | None = None  # the key with the cap of the scores
+    cap: str | None = None  # key of config.json with the cap of the scores; None: no cap
 
     def with_sizes(self, values: Mapping[str, Any], heads: int, groups: int, width: int) -> Attention:
         """Return the attention of a layer without a window, of these sizes.

@@ -94,7 +94,7 @@ class Products:
         each = scores.view(len(scores), -1, per, scores.shape[2])
         queries, keys = each.shape[1], each.shape[3]
         if self.causal:
-            corner = each[..., first:]  # all queries of the block see the keys before `first`
+            corner = each[..., first:]  # the causal mask hides no key before `first`
             future = torch.ones(queries, keys - first, dtype=torch.bool, device=scores.device).triu_(1)
             corner.masked_fill_(future[:, None], _HIDDEN)
         if self.seen is not None:

@@ -146,7 +146,7 @@ class VarlenCall:
     longest_q: int
     longest_k: int
     k_index: Tensor | None = None  # int64, indices of the packed stream's keys that this call uses; None: all, in order
-    causal: bool = True  # if False, every query sees all keys of its sequence
+    causal: bool = True  # False: without a window, every query sees all keys of its sequence
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def _flash_varlen(
     q: Tensor, k: Tensor, v: Tensor, call: VarlenCall, scale: float, window: int | None, cap: float = 0.0
 ) -> Tensor:
     flash = _flash_attention()
-    assert flash is not None  # varlen_kernel chooses this function only if the package is installed
+    assert flash is not None  # this function is chosen only if the package is installed
     lengths = call.cu_q, call.cu_k, call.longest_q, call.longest_k
     left = -1 if window is None else window - 1
     span = (left, 0 if window else -1)

@@ -82,7 +82,8 @@ def _package_problem() -> ConfigError | None:
     else:
         try:
             import_deepep()
-        except (ImportError, OSError, AssertionError) as error:  # wrong NCCL, built for another torch, no CUDA toolkit
+        # the package finds the wrong NCCL or no CUDA toolkit, or was built for another torch
+        except (ImportError, OSError, AssertionError) as error:
             reason = f"deep_ep does not import: {error}"
     if reason is None:
         return None
@@ -107,7 +108,7 @@ _buffer: Any = None  # memory that the processes of a group share; one for all l
 
 def buffer_of(group: dist.ProcessGroup, hidden: int) -> Any:
     """Return the group's buffer for rows of `hidden` bf16 numbers. If it must be created, the call is collective."""
-    global _buffer  # a process can initialise NVSHMEM only once
+    global _buffer  # one buffer at a time, because a process cannot initialise NVSHMEM for two
     kind, size, row = import_deepep().Buffer, group.size(), 2 * hidden
     configs = (kind.get_dispatch_config(size), kind.get_combine_config(size))
     fast = max(config.get_nvl_buffer_size_hint(row, size) for config in configs)

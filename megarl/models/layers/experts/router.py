@@ -146,7 +146,7 @@ def update_corrections(routers: Sequence[ExpertRouter], rate: float, groups: Seq
     counts = torch.stack([router.counts for router in routers])
     for group in groups:
         counts = group.all_reduce(counts)
-    # Number of experts * (mean - count): the sign of mean - count, computed in integers and so without rounding.
+    # This is the number of experts * (mean - count), which has the sign of mean - count. Integers need no rounding.
     less = counts.sum(1, keepdim=True) - counts * counts.shape[1]
     for router, direction in zip(routers, less.sign(), strict=True):
         router.expert_bias += direction * rate

@@ -50,7 +50,7 @@ class Exchange:
         order."""
         ranks = self.group.size()
         columns = [part.unflatten(1, (ranks, -1)) for part in parts]
-        sent = torch.cat(columns, -1).transpose(0, 1)  # [rank that gets it, t, columns]
+        sent = torch.cat(columns, -1).transpose(0, 1)  # [receiving rank, t, columns]
         received = all_to_all(self.group, sent).flatten(0, 1)
         return list(take_rows(received, self.places, self.order).split([part.shape[-1] for part in columns], -1))
 
