@@ -61,7 +61,8 @@ class StepContext:
     sequences: SequenceLayout = TEXT  # how samples are laid out as input sequences of the model
     # the task's own scoring of episodes, in the team that plays them; None: a reward function scores
     scores: TaskScores | None = None
-    # groups at which mini-batches begin, for sharing groups by tokens (`TeamPlan.cuts`); None: round-robin
+    # numbers of the groups at which mini-batches begin, for sharing groups by tokens (`TeamPlan.cuts`); None: replicas
+    # get the groups round-robin
     cuts: tuple[int, ...] | None = None
     tokens: int | None = None  # size of the tokenizer's vocabulary, without the model's padding; None: unknown
 

@@ -54,7 +54,7 @@ class BatchedReach(BatchedSimulator):
         self._squares = np.zeros((rows, squares, 2))
         self._discs = np.zeros((rows, discs, 2))  # centres of the discs, the orange one first
         self._gripper, self._lowered = np.zeros((rows, 2)), np.zeros(rows, np.bool_)
-        self._start, self._left = np.ones(rows), np.ones(rows)  # length of a gripper's path at the start, and now
+        self._start, self._left = np.ones(rows), np.ones(rows)  # length of the path to the goal at the start, and now
 
     def reset(self, rows: Rows, trials: NDArray[np.int64]) -> None:
         """Begin an episode in each of `rows`, in the start states `trials`."""

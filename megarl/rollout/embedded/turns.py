@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megarl.data.image_set import ImageSet
 
 _LOOK_EVERY = 8  # decode steps between two calls of `enough`, which may be collective
-_TOGETHER = 8  # `wait` collects an eighth of the running turns: prefilling several costs little more than one
+_TOGETHER = 8  # `wait` returns once an eighth of the turns ended: prefilling several turns costs little more than one
 
 
 class TurnSession(Session):

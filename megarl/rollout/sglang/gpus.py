@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from megarl.config.sglang import SGLangConfig
 from megarl.system.errors import ConfigError
 
-#: Environment variable of the Ray launcher, whose workers see only their own GPU: the GPUs of this machine's
-#: workers, without those of workers that only send requests, on which servers run.
+#: Environment variable of the Ray launcher, whose workers see only their own GPU: the GPUs of this machine's workers.
+#: Workers that only send requests are left out, because servers run on their GPUs.
 TRAINER_GPUS = "MEGARL_TRAINER_GPUS"
 #: Environment variable of the Ray launcher: the GPUs of this machine that are reserved for its servers.
 SERVER_GPUS = "MEGARL_SERVER_GPUS"

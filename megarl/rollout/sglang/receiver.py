@@ -255,7 +255,7 @@ class SglangReceiver:
         """Return the server's checksums of its own parameters, by tensor-parallel rank."""
         answer = self._call("/weights_checker", {"action": "checksum"}, step)
         try:
-            # Each attention group of the server answers with the checksums of all ranks.
+            # With attention_dp, each attention group of the server adds a list with the checksums of all ranks.
             flat = [info for part in answer["ranks"] for info in (part if isinstance(part, list) else [part])]
             ranks = {info["parallelism_info"][0]["tp_rank"]: info["checksums"] for info in flat}
             return [ranks[rank] for rank in sorted(ranks)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SURPLUS_LOGP, SURPLUS_SUM = "surplus_logp", "surplus_sum_pi_squared"
 
 
-#: A stage in which a model reads prompts and responses.
+#: Declares a stage in which a model reads prompts and responses.
 _scores = partial(stage, reads=["prompt_ids", "response_ids"], needs=scored_fields, kind=Kind.MODEL_INFERENCE)
 
 
