@@ -101,7 +101,8 @@ def _cases(kernels: AmxKernels, generator: torch.Generator) -> Iterator[tuple[st
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
 
-    # Test one token, half a tile, several tiles, and more tokens and columns than one block of the gradient has.
+    # Test one token, one row more than a tile has, several tiles, and more tokens and columns than one block of the
+    # gradient has.
     for tokens, rows, width in ((1, 32, 64), (17, 96, 32), (50, 64, 96), (1030, 32, 672)):
         x, weight, bias, grad = draw(tokens, width), draw(rows, width), draw(rows), draw(tokens, rows)
         product = x.double() @ weight.double().t()

@@ -367,7 +367,7 @@ def _draw(  # type: ignore[no-untyped-def]
         column = begin + lane
         x = tl.load(logits + row * stride + column, mask=column < columns, other=-float("inf")) * inverse_temperature
         new = tl.maximum(peak, tl.max(x, 0))
-        shift = tl.where(new == -float("inf"), 0.0, new)  # all logits so far are -inf
+        shift = tl.where(new == -float("inf"), 0.0, new)  # avoids inf - inf while all logits are -inf
         total = total * tl.exp(peak - shift) + tl.sum(tl.exp(x - shift), 0)
         peak = new
         score = x

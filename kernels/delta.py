@@ -137,7 +137,7 @@ def check(library: ctypes.CDLL) -> str | None:
         old, then, right = base.clone(), base.clone(), base.clone()
         expected = diff_reference(right[:end], new[:end], itemsize, n)
         result = kernels.diff(old[:end], new[:end], itemsize, n)
-        # `diff` returns None if the delta needs more room than `n` elements, which cannot happen here.
+        # `diff_reference` returns None only if the delta lists more than `n` elements, which cannot happen here.
         assert expected is not None
         if result is None or not all(map(torch.equal, (*result, old), (*expected, right))):
             return f"diff of {n} elements of {itemsize} bytes"

@@ -41,7 +41,7 @@ def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
         text = "there is no checkpoint yet: from the beginning"
     else:
         text = f"this run has no checkpoint yet: again from {resume}"
-    # Use this run's own checkpoint instead of the one from which it was started.
+    # Only `auto` resumes from this run's own checkpoints: `never` would begin again, and a path names another one.
     uses_this_run = begun and (resume == "never" or (resume != "auto" and steps))
     return text, "auto" if uses_this_run else resume
 

@@ -72,12 +72,12 @@ _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments"
 
-# By default glibc returns every block above 128 kB to the kernel as soon as it is freed, and the next allocation pays a
-# page fault for each 4 kB of it again. A loop that grows a cache by concatenation (32 sequences, 16 tensors of 8 x 64,
-# 60 tokens; one core) took 0.54 CPU-s and 186,000 faults with glibc's defaults, and 0.21 CPU-s and 8,000 faults with
-# these values. Blocks above the first value are few and long-lived (caches, logits): because they are returned when
-# freed, the heap does not grow around them. glibc reads the variables when a process starts, so they must be in its
-# environment, and it ignores a first value above 32 MB. Values of the user's own environment take precedence.
+# By default glibc returns much freed memory to the kernel at once (at first every block above 128 kB), and the next
+# allocation pays a page fault for each 4 kB of it again. A loop that grows a cache by concatenation (32 sequences, 16
+# tensors of 8 x 64, 60 tokens; one core) took 0.54 CPU-s and 186,000 faults with glibc's defaults, and 0.21 CPU-s and
+# 8,000 faults with these values. Blocks above the first value are few and long-lived (caches, logits): because they are
+# returned when freed, the heap does not grow around them. glibc reads the variables when a process starts, so they must
+# be in its environment, and it ignores a first value above 32 MB. Values of the user's own environment take precedence.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(8 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -448,7 +448,7 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
         if servers is None or not servers.urls:
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
     chosen |= config.rollout.nccl_environment
-    if sys.stdout.isatty():  # rank 0 writes to a pipe that leads to this terminal: let it show progress bars
+    if sys.stdout.isatty():  # this terminal shows the output of rank 0: let it draw progress bars
         chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     environment = {WATCHED: "1"} | ({BY_MACHINE: "1"} if config.cluster.nnodes > 1 else {})
     environment |= {name: os.environ.get(name, value) for name, value in chosen.items()}

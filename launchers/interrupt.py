@@ -18,8 +18,8 @@ from megarl.runtime.health import Watch, read_beat
 from megarl.system.errors import WorkerError, count
 
 _POLL_S = 0.1
-#: Phases of the training loop of each command that saves; in other phases (loading, the export) no checkpoint is
-#: written.
+#: Phases in which each command that saves takes a step. Outside of these phases and of `_BETWEEN_STEPS` (loading, the
+#: export) no checkpoint is requested.
 _LOOPS = {"train": ("step", "sft"), "sft": ("sft",)}
 _BETWEEN_STEPS = ("checkpoint", "idle", "await_metrics", "reduce_metrics")
 #: Signals after which the sender, such as Slurm or systemd, waits only for a limited time before SIGKILL.

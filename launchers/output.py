@@ -39,7 +39,7 @@ class OutputLog:
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._pending: dict[int, bytes] = {}
-        # the unfinished line of rank 0 at the last message; if it is still unfinished, the console is on a new line
+        # rank 0's unfinished line at the last message; while it stays the same, the console is already on a new line
         self._ended = b""
 
     def write(self, rank: int, data: bytes) -> None:

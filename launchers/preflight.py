@@ -32,9 +32,10 @@ _ANSWER_S = 30.0
 #: --help-query-gpu` and `--help-query-remapped-rows`.
 _GPU_FIELDS = "index,name,ecc.errors.uncorrected.volatile.total"
 _ROW_FIELDS = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
-#: Xid errors after which the GPU or the machine must be reset (https://docs.nvidia.com/deploy/xid-errors): 48 and 95
-#: are uncontained memory errors, 64 a failed memory repair, 74 NVLink, 79 a GPU that fell off the bus, 119, 120 and 140
-#: its own processor and memory. Others, such as 13 and 31, are mostly the program's fault.
+#: Xid errors after which the GPU or the machine must be reset (https://docs.nvidia.com/deploy/xid-errors): 48, 95
+#: and 140 are memory errors that were not corrected, 64 is a failed memory repair, 74 an NVLink error, 79 a GPU that
+#: fell off the bus, 119 and 120 are errors of the GPU's system processor. Others, such as 13 and 31, are mostly the
+#: program's fault.
 FATAL_XIDS = {48, 64, 74, 79, 95, 119, 120, 140}
 _XID = re.compile(r"\[\s*(\d+\.\d+)\].*NVRM: Xid \(([^)]*)\): (\d+)")
 _XID_AGE_S = 24 * 3600.0

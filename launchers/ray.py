@@ -65,7 +65,8 @@ OWN_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
 #: new ones there. Without the second setting Ray uses files for objects that do not fit, unless the disk is too full.
 NO_SPILLING = {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0}
 _TRACKERS = ("WANDB_", "TRACKIO_")
-_HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # `check_hub` may have set HF_HUB_OFFLINE in this process only
+#: Environment variables that actors get from this process, in which `check_hub` may have set HF_HUB_OFFLINE.
+_HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")
 
 
 def own_place() -> Place:

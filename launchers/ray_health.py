@@ -29,7 +29,7 @@ _RAYLET = "RAY_RAYLET_PID"  # environment variable of a node manager's processes
 _ASK_S = 5.0  # seconds between two probes of a remote control store (GCS), and deadline of a reply
 _SILENT_S = 30.0  # seconds without a reply after which a control store counts as lost; Ray ends its clients after 60 s
 _LEAVE_S = 15.0
-_DIES_S = 5.0  # seconds for a dead process to end: one whose first thread has ended still waits for its other threads
+_DIES_S = 5.0  # seconds to wait for a dead process's exit code, which exists once all of its threads have ended
 
 
 class OwnRay:

@@ -16,8 +16,8 @@ def main(arguments: Sequence[str]) -> None:
         folder = make_ray_folder() / INNER
     except MegarlError as error:
         sys.exit(f"megarl: {error}")
-    # Ray's command line imports Ray Serve (with FastAPI and pandas) only for its own commands: half of its start-up
-    # time.
+    # Skip the import of Ray Serve (with FastAPI and pandas): it takes half of the start-up time of Ray's command line,
+    # which needs it only for Serve's commands.
     sys.modules["ray.serve.scripts"] = None  # type: ignore[assignment]
     from ray.scripts import scripts
 

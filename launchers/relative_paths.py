@@ -13,7 +13,8 @@ from megarl.config.run import RunConfig
 from megarl.data.sources import TEXT
 from megarl.system.imports import is_file_reference, is_module_reference
 
-#: Keys whose values are not paths: they describe the job, or name libraries, and a folder may have the same name.
+#: Keys that are left out: most of their values describe the job or name libraries, and a folder may have the same
+#: name by chance.
 _OTHERS = ("name", "launch", "cluster", "tracking", "model.hf_config")
 #: Keys of data sources; and all keys at which a single word, without a slash, may be the name of a folder.
 _SOURCES = ("train_files", "val_files")

@@ -293,10 +293,10 @@ def _options(job: Submission) -> list[str]:
     """Return the `#SBATCH` options; components of a heterogeneous job are separated by `hetjob`."""
     slurm, parts = job.slurm, components(job.config, job.command)
     options = [f"--job-name={_name(job.config.name)}", *_nodes_of(job, parts[0])]
-    # Requeue after preemption or the loss of the first node: a run resumes from its newest checkpoint.
+    # Slurm may queue the job again after preemption or the loss of a node: the run resumes from its newest checkpoint.
     options.append("--requeue")
     if job.config.launch.spares:
-        options.append("--no-kill")  # the job survives the loss of a node, and continues with a spare node
+        options.append("--no-kill")  # the job survives the loss of any node but the first
     options.append(f"--chdir={_path(job.workdir)}")
     options.append(f"--output={_path(job.folder)}/job-%j.txt")
     limit = limit_minutes(slurm.time)

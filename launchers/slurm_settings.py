@@ -328,7 +328,7 @@ def _unmounted(job: Submission) -> list[str]:
         return []
     inside = [*_INSIDE, str(job.run_dir), str(job.workdir), *(mount.split(":")[1] for mount in slurm.mounts)]
     if slurm.container == "apptainer":
-        inside.append(str(Path.home()))  # apptainer always mounts the home folder
+        inside.append(str(Path.home()))  # apptainer mounts the home folder by default
     places = [PurePosixPath(place) for place in inside]
     warnings = []
     for name, value in slurm.environment.items():

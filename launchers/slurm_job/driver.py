@@ -14,7 +14,7 @@ from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of, r
 from .guard import GUARD_S
 from .nodes import ONE_NODE, Nodes
 
-#: Seconds that a job keeps for its end if no checkpoint is written.
+#: Seconds before its end at which a job stops waiting for a checkpoint, so that it can still queue the next job.
 LEFT_S = 20
 
 
@@ -325,7 +325,7 @@ class SlurmJob:
         if not self.plan["spares"] or not others or runs:
             return
         self.files.write_heartbeat()
-        # take another node than before, because that node may have ended the guard
+        # each start takes the next node of the list, because the previous node may have ended the guard
         node = others[self.guards % len(others)]
         self.guarded, self.guards = time.monotonic(), self.guards + 1
         command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]
@@ -334,5 +334,5 @@ class SlurmJob:
 
     def _end_guard(self) -> None:
         if self.guard is not None:
-            self.nodes.stop(self.guard, 5.0)  # the guard's node may be lost
+            self.nodes.stop(self.guard, 5.0)  # wait only 5 s: the guard's node may be lost
             self.guard = None

@@ -144,7 +144,7 @@ class Folder:
             self._told_alive = time.monotonic()
             try:
                 (self.path / "alive").write_text(repr(time.time()))
-            except OSError:  # the disk is full: the guard also takes the file's time as a heartbeat
+            except OSError:  # on a full disk only the file's time can be set, and the guard reads only that
                 with contextlib.suppress(OSError):
                     os.utime(self.path / "alive")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from .files import ANSWER_S, LOOK_S, CommandFailed, answer
 
-#: Seconds without a heartbeat after which the job is requeued: longer than a command of Slurm takes, which is the only
-#: wait in which the driver writes none.
+#: Seconds without a heartbeat after which the job is requeued: longer than a command of Slurm may take
+#: (ANSWER_S), during which the driver writes none.
 GUARD_S = 2 * ANSWER_S
 
 

@@ -219,7 +219,7 @@ class Nodes:
         self._look()
         here = os.environ.get("SLURMD_NODENAME")
         if len(bad) == len(commands) and (here in bad or len(lost) < len(bad)):
-            # Slurm or node.sh is at fault, not the nodes: this node runs, or Slurm reports that some of the nodes run.
+            # Slurm or node.sh is at fault: this node runs and fails, too, or Slurm does not report all nodes as lost.
             why = bad[here] if here in bad else next(why for node, why in bad.items() if node not in lost)
             raise CommandFailed(f"no program can be started on any of the nodes {', '.join(commands)}: {why}")
         return bad
@@ -237,7 +237,8 @@ class Nodes:
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:
         """Return the nodes with slow links to others, or with a wrong clock, with reasons."""
         gpus = min(group["gpus"] for group in self._plan["groups"])
-        # A node waits this long for each of its two neighbours; half of the whole limit is for the start of Python.
+        # A node waits at most this long for each of its one or two neighbours; half of the whole limit is for Python's
+        # start.
         limit = ["--limit-s", f"{self._plan['limit_s'] / 4:g}"]
         more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus), *limit]
         step = self.start(nodes, more)

@@ -66,7 +66,7 @@ class ProgressReport:
     """Scores of a global batch of episodes, and the values from which they were computed."""
 
     scores: Tensor  # float64 [B], 1 for a success, below that for a failure
-    distances: Tensor  # float64 [B], distance of each failure to the nearest reference; NaN if there is none
+    distances: Tensor  # float64 [B], failures' distances to the nearest reference; NaN: no such distance, or a success
     failed: Tensor  # bool [B], episodes without success
     invalid: Tensor  # bool [B], episodes whose embedding is zero, NaN or infinite
     # number of clusters of each task's successes; 0 if their mean was the only reference. Tasks without a success are

@@ -80,7 +80,7 @@ class Rows:
             weight = here.to(x.dtype)
             sums = part.sum(x * weight)
             if not bool(sums.isfinite().all()):
-                # A masked value is NaN or infinite, and times 0 still NaN: select instead. This is slower, and rare.
+                # A masked value may be NaN or infinite, and times 0 still NaN: select instead. This is slow, and rare.
                 sums = part.sum(torch.where(here, x, 0))
             total[first:last] = sums
             live[first:last] = part.sum(weight) > 0

@@ -67,7 +67,7 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
         targets = [out.view(-1)[tokens] for out in outputs]
         whole = all_true(here)
         prefix = here.view(-1, rows.width) if rows.width else here
-        # If each row's valid tokens come first, `fn` gets the rows as they are, with zeros for the others.
+        # If padded rows all have their valid tokens first, `fn` gets the rows as they are, with zeros for other tokens.
         if rows.width and (whole or not bool((prefix[:, 1:] > prefix[:, :-1]).any())):
             dense = [x.view(prefix.shape) for x in xs]
             dense = [(x if whole else torch.where(prefix, x, 0)).to(dtype) for x in dense]

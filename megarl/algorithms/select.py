@@ -61,7 +61,7 @@ def within_mean(values: Tensor, among: Tensor, limit: float, all_sum: AllSum = o
         bins = [torch.bincount(digits, weights, minlength=256) for weights in (torch.ones_like(numbers), numbers)]
         counts, totals = all_sum(torch.stack(bins).cpu()).cumsum(1)
         fits = total + totals <= limit * (count + counts)
-        # the smallest digit of the threshold at which the mean of the values below it is above the limit
+        # the first digit at which the mean of the values up to and including this digit's is above the limit
         digit = int(fits.long().cumprod(0).sum())
         if digit == 256:
             return among & ((keys >> shift) <= (prefix << _DIGIT | 255))

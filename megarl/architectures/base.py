@@ -52,8 +52,8 @@ class Architecture:
     attention: AttentionTraits = field(default_factory=AttentionTraits)  # the softmax attention of the class
     rope: RopeTraits = field(default_factory=RopeTraits)
     experts: MixtureTraits | None = None  # the mixtures of experts of the class; None: it has none
-    # type of layers whose mixer is not softmax attention -> function from the values of `keys` to the mixer. All layers
-    # of a class without `layer_types` have the type `FULL`.
+    # type of layers whose mixer is not softmax attention -> function from the values of `keys` to the mixer. A class
+    # whose `keys` lack `layer_types` has only layers of the type `FULL`.
     mixers: Mapping[str, Callable[[Mapping[str, Any]], Mixer]] = field(default_factory=dict)
     # returns the types of layers for a config without `layer_types`; None: they follow from `max_window_layers`
     layer_types: Callable[[Mapping[str, Any]], list[str]] | None = None

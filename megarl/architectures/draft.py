@@ -80,7 +80,7 @@ class DraftForm:
 
 _PARAMS = ("joint", "embedding_norm", "hidden_norm", "final_norm")
 _SHAPES = (("hidden", "joint"), ("hidden",), ("hidden",), ("hidden",))
-#: DeepSeek-V3 and GLM: `model.layers.61.*` after 61 layers.
+#: The form of DeepSeek-V3 and GLM: after N layers, the draft head's tensors are named `model.layers.N.*`.
 AFTER_LAYERS = DraftForm(
     _AFTER,
     True,
@@ -89,7 +89,7 @@ AFTER_LAYERS = DraftForm(
     "model.layers.{n}.",
     dict(zip(_PARAMS, ("eh_proj", "enorm", "hnorm", "shared_head.norm"), strict=True)),
 )
-#: Qwen3-Next and Qwen3.5: `mtp.*`.
+#: The form of Qwen3-Next and Qwen3.5: the draft head's tensors are named `mtp.*`.
 APART = DraftForm(
     _APART,
     False,

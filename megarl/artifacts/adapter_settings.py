@@ -11,7 +11,7 @@ from megarl.config.model import LoraConfig
 from megarl.system.errors import ConfigError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-#: Settings with which PEFT computes more than lora_alpha / r * B A, and the values with which it does not.
+#: Settings with which PEFT may not compute exactly lora_alpha / r * B A, and the values with which it does.
 PLAIN = {
     "peft_type": "LORA",
     "bias": "none",

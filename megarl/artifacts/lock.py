@@ -183,7 +183,7 @@ class FolderLock:
                 return True
             waited = time.monotonic() - start
             if joins and not holder:
-                # The file is still empty, because the command that created it is writing: begin to wait from now.
+                # The file has no record yet: the command that created it may be writing. Count its heartbeats from now.
                 first = touched
             if gone is not None or (first is not None and touched - first > _SETTLE_S):
                 raise self._refusal(holder)

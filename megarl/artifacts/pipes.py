@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.system.errors import UserError
 
-_DEPTH = 3  # number of levels of folders that are searched for pipes, down to RUN_DIR/checkpoints/step_N
+_DEPTH = 3  # levels of subfolders that are searched for pipes, down to RUN_DIR/checkpoints/step_N/FOLDER
 
 
 def refuse_pipes(folder: Path) -> None:

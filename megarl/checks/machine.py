@@ -28,7 +28,7 @@ from megarl.system.machine import Machine
 TIGHT = 0.9
 _START_S = 5.0  # CPU seconds in which a worker imports torch, Megatron and transformers
 _SLOW = 4  # number of workers per core above which a warning is shown
-_LARGEST_GPU_GB = 288.0  # memory of the largest GPU sold
+_LARGEST_GPU_GB = 288.0  # memory of an NVIDIA B300, taken as the largest GPU
 
 
 def check_machine(

@@ -145,7 +145,7 @@ def _shared_weights(config: RunConfig) -> str:
 def _conflicts_of_env(config: RunConfig) -> list[Conflict]:
     """Return the settings of the environment that do not go with several policies, in any job."""
     env, name = config.env, config.env.get("name")
-    if name not in BRANCHING:  # a class of the user's has keys of its own, and is checked when it is imported
+    if name not in BRANCHING:  # any other name must be a user's class, with its own keys, checked at its import
         plays = ":" in str(name)
         why = "several policies are called by an agent, or by a class derived from megarl.envs.SeveralPolicies"
         return [Conflict("env.name", name, not plays, BRANCHING[0], why)]

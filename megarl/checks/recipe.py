@@ -146,7 +146,8 @@ def check_config(
     check_packages(config, placement, checks, launcher, job, starts=starts)
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
-    check_unused(config, graph, placement, checks)  # last, so that a key with a problem of its own is reported once
+    # after the checks above, so that a key with a problem of its own is reported once
+    check_unused(config, graph, placement, checks)
     step_s = check_time(config, graph, placement, sizes, machine, checks, job)
     return Checked(checks.items, sizes, graph, placement, step_s)
 

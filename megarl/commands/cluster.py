@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megarl.launchers.submit import SubmittedJob
 
 _LOOK_S = 0.5
-_TAIL = 20  # lines of the log that `megarl logs` shows first
+_TAIL = 20  # last lines of each log file that `megarl logs` shows first
 _NOTES = 10  # recent events that `megarl status` shows
 
 

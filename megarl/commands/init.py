@@ -31,7 +31,7 @@ _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "
 #: Columns of rows that algorithms without a reward learn from.
 _LEARNT = {"dpo": ("chosen", "rejected"), "kto": ("completion", "label")}
 _NUMBER = re.compile(r"\s*[-+]?[\d,]*\.?\d+\s*")
-#: Data and reward when the command names none.
+#: Data sources when the command names none: prompts, and pairs of responses.
 _PROBLEMS, _PAIRS = "megarl.recipes.word_problems:make_rows", "megarl.recipes.arithmetic:make_pairs"
 
 _Settings = dict[str, Any]

@@ -44,9 +44,9 @@ class LossSpec(Spec):
     # loss as keyword arguments. It needs `old_logp`, and so a scoring pass.
     prepare: Preparation | None = None
     ratio_free: bool = False  # whether the loss lacks an importance ratio, which would correct for older samples
-    # the mode of `rollout_correction` that the loss needs. bypass: it compares the policy with the engine, whose
-    # log-probs are its `old_logp` in this mode only. decoupled: its `prepare` compares the trainer's log-probs before
-    # the update with the engine's, and the engine's are the `old_logp` of the loss. None: any mode
+    # the mode of `rollout_correction` that the loss needs. bypass: the loss compares the policy with the engine,
+    # whose log-probs are its `old_logp` in this mode only. decoupled: the engine's log-probs are its `old_logp` in any
+    # mode, but its `prepare` also gets the trainer's before the update, and only in this mode. None: any mode
     mode: Literal["bypass", "decoupled"] | None = None
     per_sequence: bool = False  # the loss is one number per sequence, so aggregation should weigh sequences equally
     # `rollout_correction` with `loss: pg` replaces the recipe's loss by this loss, which uses its importance weights

@@ -89,7 +89,7 @@ def take_largest(
     """Select the floor(cov_fraction * tokens), at least one, tokens with the largest positive covariance."""
     cov, tokens = covariances(old_logp, advantages, mask, all_sum)
     positive = mask & (cov > 0)
-    # Round to float32: values that differ only by the order of summation become equal, and are selected together.
+    # Round to float32: values that differ only by the order of summation mostly become equal and are selected together.
     ranked = descending(cov.clamp(min=0).float())
     return {"selected": smallest(ranked, positive, max(1, int(cfg.cov_fraction * tokens)), all_sum)}
 

@@ -36,7 +36,7 @@ def gspo(
     p = LossInputs.of(logp, old_logp, advantages, mask)
     rows = Rows.of(mask, offsets)
     mean = rows.sum(p.log_ratio.detach()) / rows.counts(mask).clamp(min=1)
-    # Use the clamped log-ratio: as in all losses, a token at the clamp has no gradient.
+    # Use the clamped log-ratio, so that a token beyond the clamp has no gradient, as in `ppo`.
     ratio = (p.log_ratio - p.log_ratio.detach() + rows.spread(mean, mask)).exp()
     loss, clipped, lower = clipped_surrogate(ratio, p.advantages, cfg)
     return loss, p.metrics(clipped, lower, ratio)

@@ -65,7 +65,7 @@ def settings(gpus: int, transport: str, *, colocated: bool) -> list[str]:
     given += [f"actor.engine.offload={_yaml(colocated)}", "cluster.timeout_s=2400"]
     if colocated and gpus:
         given.append("rollout.sglang.memory_fraction=0.4")
-    if trainers >= 4 and trainers % 2 == 0:  # test a server on the GPU of a rank that holds only half of a replica
+    if trainers >= 4 and trainers % 2 == 0:  # each rank holds only half of the weights that the servers get
         given.append("actor.parallel={tp: 2, sp: true}")
     if gpus:
         given += [f"model.hf_config={json.dumps(sizes_of(_MODEL))}", "rollout.sglang.start_timeout_s=1200"]
