@@ -119,7 +119,7 @@ def evaluate(expression: str) -> str | None:
     decimals."""
     try:
         value = _value(ast.parse(expression, mode="eval").body)
-    except (SyntaxError, ZeroDivisionError):  # a number with a leading zero is not valid Python
+    except (SyntaxError, ZeroDivisionError):  # SyntaxError comes from a number with a leading zero, for example
         return None
     if value < 0 or value >= 10**8 or (100 * value).denominator != 1:
         return None

@@ -220,7 +220,7 @@ def leave_to_launcher(run_dir: Path) -> Iterator[None]:
         # SIGTERM and SIGHUP stay ignored if they were ignored before, such as SIGHUP by nohup.
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, ask)
-            signal.siginterrupt(number, False)  # system calls are restarted where the kernel can restart them
+            signal.siginterrupt(number, False)  # the kernel restarts libraries' system calls where it can
     os.register_at_fork(after_in_child=_restore_signals)
     try:
         yield

@@ -149,7 +149,7 @@ def answer(listener: socket.socket, opened: Opened, key: str, name: str) -> None
     while True:
         try:
             sock, _ = listener.accept()
-        except OSError:  # a client closed its connection at once, too many files are open, or the listener is closed
+        except OSError:  # a client left before it was accepted, too many files are open, or the listener is closed
             time.sleep(_AGAIN_S)
             if listener.fileno() < 0:
                 return

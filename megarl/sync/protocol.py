@@ -33,7 +33,7 @@ class ReceiverUpdate:
     version: str  # name of the new version (`version_tag`)
     mode: PauseMode
     session: bool  # whether tensors come in buckets between begin and end; False: the receiver loads them in one call
-    step: UpdateStep  # gives every step of the update its name in errors and its deadline
+    step: UpdateStep  # name in errors, and deadline, of every step of the update
 
     def open(self) -> None:
         """Pause generation, and prepare the receiver to get tensors."""

@@ -63,7 +63,8 @@ class UserError(MegarlError):
         if found is not None:
             key = (where or "").rpartition(".")[2]
             shown = hide({key: found})[0][key]
-            lines.append(f"  found:   {str(shown).lower() if isinstance(shown, bool) else repr(shown)}")  # YAML: true
+            # Booleans are written as in YAML: true, not True.
+            lines.append(f"  found:   {str(shown).lower() if isinstance(shown, bool) else repr(shown)}")
         if self.allowed is not None:
             lines.append(f"  allowed: {self.allowed}")
         if fix is not None:

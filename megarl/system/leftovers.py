@@ -23,8 +23,8 @@ PREFIX = "megarl-"
 _FOLDERS = re.compile(r"megarl-[a-z0-9_]{8}|torchelastic_.+|torch-shm-dir-.+")
 _FILES = re.compile(r"megarl-command-.+")
 _SHARED = re.compile(r"torch_(?P<pid>\d+)_.+|(sglang_loads|sgl_shm)_megarl_.+")
-_JUST_MADE_S = 60.0  # age in seconds of a folder whose process may not have named it anywhere yet
-_UNSEEN_S = 3600.0  # the same age in a container, which cannot see whether processes of others use the folder
+_JUST_MADE_S = 60.0  # seconds after which a process has opened or named a file or folder that it uses
+_UNSEEN_S = 3600.0  # the same limit in a container, which cannot see whether outside processes use the file
 _ALL_PROCESSES = 4026531836  # inode of the root PID namespace, in which all processes are visible
 
 

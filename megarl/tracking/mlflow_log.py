@@ -196,7 +196,8 @@ class MlflowLog:
         self._is_ready()  # check now, so that errors are raised early
         while self._start_error is None and (call := self._calls.get()) is not None:
             if not self._make_call(call):
-                # This call failed, and so do those in the queue; the end mark in the queue makes up for this call.
+                # This call failed, and so do the calls in the queue. At the end of a run, the queue also has the end
+                # mark, which is counted in place of this call.
                 self.failures += self._calls.qsize()
                 return
 

@@ -11,8 +11,8 @@ from megarl.planning.hardware import measure_peak
 from megarl.system import device
 from megarl.system.processes import write_atomically
 
-# Dense matrix TFLOP/s from the vendors' data sheets (no sparsity): (bf16, tf32, fp32). The first entry
-# whose name is a part of the GPU's name counts, so `L40S` stands before `L40`.
+# Dense matrix TFLOP/s from the vendors' data sheets (no sparsity): (bf16, tf32, fp32). The first entry whose
+# name is a part of the GPU's name counts, so `L40S` stands before `L40`.
 _GPUS: dict[str, tuple[float, float, float]] = {
     "GB300": (2500, 1250, 77),
     "GB200": (2500, 1250, 80),

@@ -24,6 +24,7 @@ from megarl.training.parallel import Layout
 from megarl.training.sequence_layout import TEXT, PackedRows, SequenceLayout
 
 #: On GPUs, pipeline stages get micro-batches of equal length if the padding adds at most this share of their tokens.
+#: Interleaved stages (`vpp`) always get them.
 PADDING = 0.05
 
 

@@ -39,7 +39,7 @@ class PackedRows:
     prefixes: PrefixTree | None = None
     # routes to replay: their form (`megarl.data.routes`), and uint8 or int16 [T, layers * chosen]; None: no replay
     routes: tuple[RouteForm, Tensor] | None = None
-    following: Tensor | None = None  # int64 [T], the token after each of a row, 0 after its last; None: not needed
+    following: Tensor | None = None  # int64 [T], the next token of the row, 0 after its last; None: not needed
     keeps_keys: bool = False  # whether a head (an action expert) reads the attention keys and values of the layers
 
 

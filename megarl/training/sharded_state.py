@@ -156,7 +156,9 @@ def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]
         add_prefix_for_sharding(sharded, f"{name}.")
         for key, value in chunk.state_dict(keep_vars=True).items():
             if key.endswith("_extra_state") or not isinstance(value, Tensor):
-                continue  # extra state of Transformer Engine, which is empty in these models
+                # Extra state of Transformer Engine is not saved: it is empty, except with delayed FP8 scaling, whose
+                # scales are computed again after a restart.
+                continue
             if engine.lora is None or (value.requires_grad and not is_adapter(key)):
                 replica = sharded[key].replica_id
                 *in_model, in_data = replica if isinstance(replica, tuple) else (replica,)

@@ -466,8 +466,8 @@ class RoundRunner:
                 self._give_up(now.cell, why, groups)
             if now.cell in self.failed:
                 continue
-            # One earlier round may stay in flight if it uses the other buffer. If a round between was skipped, both
-            # rounds may use the same buffer.
+            # One earlier round may stay in flight if it uses the other buffer. If a round between them was skipped,
+            # both may use the same buffer.
             while len(flights) > 1 or (flights and flights[0][0].buffer == now.buffer):
                 self._end(flights.popleft(), groups)
             if now.cell in self.failed:

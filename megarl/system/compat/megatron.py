@@ -382,8 +382,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
-# (message, module) of hidden warnings: optional packages are missing, for which fallbacks are intended, or Megatron and
-# torch use deprecated or unusual calls.
+# (message, module) of hidden warnings. Some are about missing optional packages, for which fallbacks are intended. The
+# others are about deprecated or unusual calls inside Megatron and torch.
 _QUIET = (
     (r"Transformer Engine and Apex are not installed\.", r"megatron\.core\b"),
     (r"Apex is not installed\. Falling back to Torch Norm", r"megatron\.core\b"),

@@ -59,7 +59,7 @@ exchange, hashes, machine = _shared("exchange"), _shared("hashes"), _shared("mac
 _DIMS = 3  # dimensions of every tensor in the tables
 _COPY, _ZERO = 0, 1  # values of `BoxRule` in boxes.py
 _BEAT_S = 0.5
-_LOOK_S = 0.25  # seconds between two checks whether this update was given up
+_LOOK_S = 0.25  # seconds between two checks whether the update was given up or has ended
 _LARGEST = 1 << 30  # largest allowed bytes of the tables in one .npz file
 
 
@@ -271,7 +271,7 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     described.check(model)
     dead = f"{prefix}/dead/{number}"
     look = _looking(store, dead, header)
-    if (why := look(number)) is not None:  # a rank gave up this update, or the trainer has already begun another
+    if (why := look(number)) is not None:  # this update was given up, or the trainer has already begun another
         raise exchange.RoundFailed(why)
     # the key has the server's number, which may differ from its number in the last update with this program
     part = f"{header['prefix']}/program/{header['program']}/{server}/{rank}"
@@ -297,7 +297,8 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         if failed:
             _leave_groups()
             raise exchange.RoundFailed(failed[number])
-        for padding in described.zeros:  # has no defined values if the memory was released and allocated again
+        # Padding has undefined values if the memory was released and allocated again since it was written.
+        for padding in described.zeros:
             padding.zero_()
         derive(model)
         device = described.parameters[0].device

@@ -96,7 +96,8 @@ class ProbeTensor(Tensor):
         if func is torch.ops.aten.cat.default and all(isinstance(part, cls) for part in args[0]):
             return JoinedProbe(args[0], *args[1:], **(kwargs or {}))
         probe = next((arg for arg in args if isinstance(arg, cls)), None)
-        if func is torch.ops.aten.zero_.default and probe is not None:  # zero on this rank, whatever weights are sent
+        # On this rank the loading code replaces the tensor by zeros, whatever weights are sent.
+        if func is torch.ops.aten.zero_.default and probe is not None:
             probe.places = []
             return probe
         if probe is None:
