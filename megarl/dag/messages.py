@@ -162,9 +162,10 @@ class RunStart(Message, topic="start"):
 
     resumed_at: int | None  # step of the checkpoint that the run resumes from; None: it starts without a checkpoint
     source: str | None  # folder of the checkpoint that the run resumes from, RUN_DIR/checkpoints/step_N
-    reference: str | None  # folder of the reference's weights; None: there is no reference
-    # folder of the actor's weights, from which critic and further models of other teams start; None: each of them has
-    # a path, or is loaded from the checkpoint in `source`
+    # folder or hub name of the reference's weights; empty: the actor without its adapters; None: there is no reference
+    reference: str | None
+    # folder or hub name of the actor's weights, from which critic and further models of other teams start; None: each
+    # of them has a path, or is loaded from the checkpoint in `source`
     initial: str | None
     reference_key: str = ""  # the recipe key that names the reference's weights; empty: they are in the run's folder
 
@@ -236,7 +237,7 @@ class ServersFilled(Message, topic="servers_filled", keys=1):
 
     version: int
     updated: list[int]  # numbers of the servers that have the version
-    failed: dict[str, str]  # why each other server failed, by its number
+    failed: dict[str, str]  # for each server that has failed, the reason, by the server's number
 
 
 class StepGenerated(Message, topic="generated", keys=1):
@@ -288,7 +289,7 @@ class Validated(Message, topic="validation", keys=1):
     """Results that the rollout's team sends to the actor's team after it has evaluated the weights of `step`."""
 
     step: int
-    accuracy: float  # accuracy on the held-out rows, 0 to 1
+    accuracy: float  # `val/acc`: mean accuracy on the held-out rows, or mean score if the reward has no accuracy
     metrics: MetricsJson  # metrics, reduced over the team's ranks
     rows: list[dict[str, Any]]  # generated samples for the report
 

@@ -25,7 +25,7 @@ from megarl.dag.shares import settings_of_workers, share_out, workers_of_machine
 from megarl.dag.stage import Role, role_named
 from megarl.system.errors import ConfigError, close_matches, count
 
-#: Roles with a model, in the order in which teams are named and counted.
+#: Built-in roles with a model, in the order in which `roles_of` returns them.
 MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.REWARD_MODEL, Role.ROLLOUT)
 ONLY_TEAM = "all"
 _TRAINED = (Role.ACTOR, Role.CRITIC)

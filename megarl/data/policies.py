@@ -53,7 +53,7 @@ def parts_of(episode: Trajectory, name: str, policies: Sequence[str]) -> Iterato
     lanes = [whole, *episode.lanes]
     for policy in policies:
         of_policy = sorted((lane for lane in lanes if lane.policy == policy), key=lambda lane: lane.turn_numbers[:1])
-        # 0 if the episode has no reward for the policy, or an empty list, because the agent has not called the policy
+        # 0 if the episode has no reward for the policy. An empty list means that the agent has not called the policy.
         rewards = episode.rewards.get(policy) or 0.0
         if not of_policy:
             continue

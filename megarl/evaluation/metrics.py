@@ -17,7 +17,7 @@ from megarl.system.errors import ConfigError
 from megarl.system.metrics import Metrics
 
 CORRECT_ABOVE = 0.5  # pass@k counts a sample as correct if its accuracy or score is above this
-# parts of a reward that measure accuracy; without any, the score counts
+# The first of these parts that a reward has is a sample's accuracy; `overall` is the score, which every reward has.
 _ACCURACY_PARTS = ("acc", "accuracy", "overall")
 
 

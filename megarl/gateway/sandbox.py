@@ -36,8 +36,8 @@ FOLDER = "/tmp/episode"
 RESULT_BYTES = 1 << 16
 #: Variables that programs in a sandbox get from the trainer's environment.
 INHERITED = ("PATH", "LANG", "LC_ALL", "TERM", "TZ", "PYTHONPATH", "VIRTUAL_ENV")
-#: How many more processes and threads than the recipe's limit the kernel allows in a sandbox. Without them, a program
-#: could not exceed the recipe's limit, so the watch would not end it.
+#: How many more processes and threads than the recipe's limit the kernel allows in a sandbox. Some are the sandbox's
+#: own; with bubblewrap, the watch kills a program that exceeds the recipe's limit.
 _MORE_PROCESSES = 8
 _SHARED_FILES = {
     "passwd": f"agent:x:1000:1000::{FOLDER}:/bin/sh\n",

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _SLICE_S = 5.0  # usual seconds of the longest call that waits, and between two pings
 _AGAIN_S = 0.5  # seconds between two attempts of a call
 _PASSED_ON = 256  # how many messages stay in the team's store; older ones are deleted
-_CALLS_S = 50  # usual limit of a team's waiting calls per second, for which each call of a large team waits longer
+_CALLS_S = 50  # waiting calls per second of a whole team; each call of a larger team waits longer, up to a limit
 
 
 class BufferClient:
@@ -225,7 +225,7 @@ class BufferClient:
             with self._waiting(f"the bytes of {groups}"), self._located(f"the bytes of {groups}", self._deadline_s):
                 try:
                     return payloads_of(refs, self._deadline_s)
-                # the process that sent the samples died; its team may be restarted
+                # The process that sent the samples, or its machine, may have died; its team may be restarted.
                 except ray.exceptions.ObjectLostError:
                     if refs != lost:
                         lost, end = refs, time.monotonic() + self._deadline_s

@@ -25,7 +25,7 @@ from megarl.gateway.wire.fields import (
     wrong,
 )
 
-#: Sampling settings that the recipe's settings replace.
+#: Sampling settings of a request that have no effect, because the recipe's settings apply.
 OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed")
 MOST_SAMPLES = 16
 _ROLES = {
