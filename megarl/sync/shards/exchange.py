@@ -446,7 +446,7 @@ class RoundRunner:
         self.rounds, self.sends, self.look, self.lost, self.deadline_s = rounds, sends, look, lost, deadline_s
         self.machine = machine
         self.failed: dict[int, str] = {}
-        self.nbytes = 0  # bytes that were sent or received in rounds that have ended
+        self.nbytes = 0  # bytes of all rounds whose messages have arrived
 
     @torch.no_grad()
     def run(

@@ -41,7 +41,7 @@ def share_devices() -> None:
     def on_shared_devices(
         self: Any, store: Any, rank: int, size: int, timeout: Any = default_pg_timeout, **settings: Any
     ) -> None:
-        # the caller passed options with its own devices in place of a timeout
+        # Whether the caller passed options, which have devices of their own, in place of a timeout.
         given = not isinstance(timeout, datetime.timedelta)
         if given or not all(hasattr(group._Options, name) for name in settings):
             make(self, store, rank, size, timeout, **settings)
