@@ -57,7 +57,7 @@ def _number(name: str, text: str, where: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if name == "overlap_share":  # the only share that may be 0: nothing of the reduction is hidden
+    if name == "overlap_share":  # the only share that may be 0, with which no reduction is hidden
         good, allowed = 0 <= value <= 1, "a number from 0 to 1"
     elif name in _SHARES or name.endswith("_share"):
         good, allowed = 0 < value <= 1, "a number above 0, at most 1"

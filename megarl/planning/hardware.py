@@ -252,7 +252,7 @@ _GLOO_GB_S = 4.3
 
 _MEASURE_S = 0.3
 _MEASURE_SIZE = 1024
-_COPIED = 1 << 26  # copied bytes, more than caches hold
+_COPIED = 1 << 26  # copied bytes, more than most caches hold
 
 
 def measure_peak(dtype: str, seconds: float = _MEASURE_S, size: int = _MEASURE_SIZE) -> float:

@@ -128,7 +128,8 @@ class Search:
 
     def _generation_floor(self, spread: Spread) -> float:
         given, config = self._given, self._config
-        if not spread.servers or config.rollout.oversamples:  # oversampled rounds overlap, without a simple bound
+        # There is no simple bound without new servers, and none for oversampled rounds, which overlap.
+        if not spread.servers or config.rollout.oversamples:
             return 0.0
         servers, work = config.rollout.sglang, Workload.of(config, given)
         ep, groups = (math.gcd(size, spread.tp_size) for size in (servers.ep_size, servers.attention_dp))

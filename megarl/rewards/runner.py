@@ -34,7 +34,7 @@ _POLL_S = 0.2
 #: Reserved names of parts: the mark of a failed sample, and metrics `reward/<name>` that are not parts.
 RESERVED_PARTS = frozenset({ERROR_KEY, "errors", "overlong_penalty"})
 # The alarm inside the process counts CPU seconds. The process is killed after this factor times the alarm's limit, plus
-# this many seconds of wall time, which even a busy machine must not reach.
+# this many seconds of wall time, which even a busy machine must not reach; at the latest after `sample_timeout_s`.
 _WALL_FACTOR, _WALL_GRACE_S = 4.0, 5.0
 
 

@@ -165,6 +165,6 @@ def of_experts(cut: Cut, experts: range) -> Cut:
 COPY = Split("copy", None, _copy)  # not split
 # not split; the sources are concatenated by rows
 STACK = Split("stack", None, lambda sources, ways, rank, size: _rows(sources, 1, 0, size))
-VOCAB = Split("vocab", "rows", _vocab)  # blocks of rows, the last one padded
+VOCAB = Split("vocab", "rows", _vocab)  # blocks of rows of one size; the last ones may be padded
 ROWS = Split("rows", "rows", _rows)  # an equal block of rows of each source; the blocks are concatenated by rows
 COLUMNS = Split("columns", "columns", _columns)  # an equal block of columns of each source, concatenated by rows

@@ -18,7 +18,7 @@ class TokenReader:
         self.tokens = tokens
         self.at = 0
         self.depth = 0
-        self.bars = 0  # number of absolute values |...| that are open inside the innermost bracket
+        self.bars = 0  # 1 if the innermost open bracket is | or \|, otherwise 0
         self.in_set = False  # whether the reader is directly inside \{ \}, where | means "such that"
 
     def peek(self, ahead: int = 0) -> Token | None:

@@ -19,14 +19,14 @@ from megarl.rewards.mathematics.tree import Apply, Node, Number, Symbol, UnreadE
 
 DIGITS = 50
 _MAX_BITS = 20_000  # maximum number of bits of an exact number
-_MAX_MAGNITUDE = 10_000_000  # largest magnitude of an approximate number: 2 to this power
+_MAX_MAGNITUDE = 10_000_000  # an approximate number is between 2 to minus this power and 2 to this power
 _BITS_PER_DIGIT = 3.3219
 _MAX_SPREAD = 40  # bits that cancellation in a sum may cost; beyond, more digits are used
 _MOST_DIGITS = 3_000
 _POINTS = 6
 _SCALES = (0.4, 1.0, 3.0, 9.0, 0.6, 2.0, 1.5, 0.8, 2.5)  # magnitudes of the variables at the test points
 _FIRST_MIXED = 4  # at this point and later ones, variables may differ in their signs
-# further points to compare at, for expressions whose values are whole numbers nearly everywhere
+# magnitudes at further points, for expressions whose values are whole numbers nearly everywhere
 _WIDE = (57.0, 1234.0, 311.0, 98765.0)
 #: Functions that are slow for large arguments.
 _GROWING = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "cis", "exp", "sinh", "cosh", "tanh", "coth"])

@@ -107,7 +107,8 @@ for _entry in COUNTED.split():
     if _one not in UNIT_SPELLINGS and _one != "pair":
         _unit(_one, 1, f"counted {_one}", _many or f"{_one}s")
 
-#: Units that are also read in formulas, right after a number; others only after white space, or in text.
+#: Short units that are also read in formulas, right after a number. Units of more than three letters and SPEEDS always
+#: are; other short ones only after white space, or in text.
 COMMON_UNITS = _words("cm mm km kg mg ml mL ft lb lbs oz mph kph hr hrs min sec")
 #: Single letters that are units after a number and white space, outside of text.
 LETTER_UNITS = frozenset("msgL")

@@ -26,7 +26,7 @@ from megarl.system.errors import ConfigError
 if TYPE_CHECKING:
     from megarl.checks.checklist import Checklist
 
-_LEAST_PROMPT = 2  # BOS, and the token that predicts the first action token
+_LEAST_PROMPT = 2  # BOS and one more token, such as the one that predicts the first action token
 
 
 def check_policy(config: RunConfig, checks: Checklist) -> None:

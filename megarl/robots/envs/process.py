@@ -29,7 +29,7 @@ from megarl.system.parents import as_parent
 from megarl.system.plain import Malformed, short, whole
 
 _EXIT_S = 10.0  # seconds to wait after SIGTERM; the guardian needs up to 5 s to kill all children
-_TOLD_S = 0.5  # seconds that a hanging process gets to print its stack traces
+_TOLD_S = 0.5  # seconds in which a hanging process prints its stack traces, or an ended one's output is read
 _LINES, _BYTES = 15, 8000
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LP_NUM_THREADS")
 
