@@ -48,7 +48,7 @@ from megarl.system.errors import ConfigError, DataError, UserError, close_matche
 _READ_BYTES = 32 << 20  # bytes per source; about a second of JSON
 _TOKENIZE_S = 2.0
 _AT_ONCE = 256
-_SAMPLE = 1024  # number of prompts whose tokens are counted with a chat template around them
+_SAMPLE = 1024  # number of chats whose tokens are counted at first; tokens that the chat template adds are left out
 
 
 def check_rows(
@@ -275,7 +275,7 @@ class _Rows:
         order = sorted(range(len(contents)), key=lambda i: len(contents[i]))
         sample = order if len(order) <= _SAMPLE else [*order[: _SAMPLE // 2], *order[-_SAMPLE // 2 :]]
         lengths = self._count(contents, sample, counter)
-        # With overlong prompts filtered, one prompt that fits is enough: if the sample has none, count all prompts.
+        # When overlong prompts are filtered out, one prompt that fits is enough: if the sample has none, count all.
         if data.overlong != "error" and min(lengths.values()) > limit:
             lengths = self._count(contents, order, counter)
         longest = max(lengths, key=lengths.__getitem__)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MODEL = "Qwen/Qwen3-0.6B"
 _NODE = 8  # GPUs per machine
 _GPU_GB = 80.0
-_SLOW_S = 120.0  # seconds; a longer step is reported, because a first run would take hours
+_SLOW_S = 120.0  # seconds of a step on a CPU above which a smaller model is suggested, because a run would take hours
 _PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input")
 _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "label", "output", "response")
 #: Columns of rows that algorithms without a reward learn from.

@@ -14,7 +14,7 @@ from megarl.planning.hardware import KINDS, Hardware, best_seconds, measure_peak
 from megarl.system.device import DTYPES, device, has_cuda
 
 _SECONDS = 1.0
-_REPEATS = 10  # calls between two readings of the clock, because starting a kernel takes the host microseconds
+_REPEATS = 10  # calls between two readings of the clock on a GPU, where the start of each kernel takes microseconds
 
 
 def run(found: Findings, folder: Path) -> None:

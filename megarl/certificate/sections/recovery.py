@@ -12,7 +12,7 @@ from megarl.system.device import has_cuda
 _STEPS, _KILLED_AFTER = 6, 3
 _LIMIT_S = 400.0
 _TIMES = ("timing_s/", "perf/", "team/")
-_CLOSE = 0.05  # limit for the first step after the kill on a GPU, where gradient sums have a different order each time
+_CLOSE = 0.05  # limit of the entropy's relative change on a GPU, where gradient sums have another order in each run
 
 
 def run(found: Findings, folder: Path) -> None:

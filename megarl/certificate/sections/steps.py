@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B")
 _STEPS = 4  # the first step is not counted
-_SETTINGS = (*PLAIN, "data.val_files=[]", f"trainer.steps={_STEPS}")  # the last step would validate, and take longer
+_SETTINGS = (*PLAIN, "data.val_files=[]", f"trainer.steps={_STEPS}")  # else the last step would validate
 _FULL = 0.9  # share of a GPU's memory that a layout may need by the planner's estimate
 RUN_S = 1200.0  # seconds for one run; a model has one per engine
 
