@@ -11,8 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from megarl.system.errors import ConfigError, UserError
 
-#: Largest integer in a recipe. Larger integers lose digits in JSON and floating-point numbers, and no count is that
-#: large.
+#: Largest integer in a recipe. Larger integers may lose digits in JSON and in floating-point numbers, and no count is
+#: that large.
 LARGEST = 2**53
 #: A number of seconds, above 0 and at most a year. Some libraries' clocks overflow for much larger numbers.
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(31_536_000)]

@@ -13,7 +13,8 @@ from megarl.system.errors import DataError, close_matches
 
 # maximum number of levels of nested lists and objects; rows are walked recursively, and Python's stack is finite
 MAX_DEPTH = 64
-#: Keys of the sample that a reward function gets. (`data_source` is not here: a row's own column replaces it.)
+#: Keys of the sample that a reward function gets, except `data_source`, which has the value of the row's column
+#: `data_source` if the row has this column.
 SAMPLE_KEYS = frozenset(
     {"uid", "prompt", "response", "answer", "finish_reason", "response_length", "transcript", "messages", "row"}
 )
