@@ -66,7 +66,7 @@ def test_torch_multiplies_afterwards():
 def test_many_rows_are_multiplied_by_torch_where_that_needs_no_second_copy(monkeypatch):
     rows, multiply = [], amx.PackedWeight.multiply
     monkeypatch.setattr(
-        amx.PackedWeight, "multiply", lambda self, x, bias: rows.append(len(x)) or multiply(self, x, bias)
+        amx.PackedWeight, "multiply", lambda self, x, bias=None: rows.append(len(x)) or multiply(self, x, bias)
     )
     weight, x, recipe = torch.nn.Parameter(randn(96, 64)), randn(257, 64), Recipe(torch.bfloat16, 32)
     expected = x.double() @ weight.detach().double().t()
