@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from pathlib import Path
 
 from megarl.planning.hardware import measure_peak
@@ -52,7 +53,7 @@ def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:
     it.
     """
     for part, (bf16, tensor32, fp32) in _GPUS.items():
-        if part.lower() in name.lower():
+        if re.search(re.escape(part) + r"(?!\d)", name, re.IGNORECASE):  # an RTX A4000 is no A40
             rate = bf16 if dtype == "bf16" else (tensor32 or fp32) if tf32 else fp32
             return rate * 1e12
     return None

@@ -23,6 +23,7 @@ def test_known_peaks(name, dtype, tflops):
 def test_tf32_and_unknown_devices():
     assert known_peak("NVIDIA A100", "fp32", tf32=True) == 156e12
     assert known_peak("Some Chip", "bf16") is None
+    assert known_peak("NVIDIA RTX A4000", "bf16") is None, "it is no A40"
 
 
 def test_cpu_peak_is_the_fastest_of_five_measurements(tmp_path, monkeypatch):
