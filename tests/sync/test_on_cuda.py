@@ -96,4 +96,4 @@ def patched() -> list[bool]:
 @pytest.mark.procs
 def test_the_servers_loader_patches_parameters_on_the_device():
     (same,) = run_pretending(patched, 1, 120)
-    assert same == [True] * 16
+    assert same == [True] * 18
