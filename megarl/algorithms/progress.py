@@ -321,7 +321,7 @@ class ProgressScorer:
         return report
 
     def state(self) -> dict[str, Any]:
-        """Return the references of earlier steps for a checkpoint; empty if none are kept (`settings.bank`)."""
+        """Return the successful episodes of earlier steps, for a checkpoint; empty without `settings.bank`."""
         return {} if self._bank is None else self._bank.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:

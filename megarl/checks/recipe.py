@@ -146,8 +146,7 @@ def check_config(
     check_packages(config, placement, checks, launcher, job, starts=starts)
     if machine is not None or not here:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
-    # after the checks above, so that a key with a problem of its own is reported once
-    check_unused(config, graph, placement, checks)
+    check_unused(config, graph, placement, checks)  # after the others, so that a key with a problem is reported once
     step_s = check_time(config, graph, placement, sizes, machine, checks, job)
     return Checked(checks.items, sizes, graph, placement, step_s)
 

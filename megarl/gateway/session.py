@@ -312,7 +312,8 @@ class ChatSession:
         return tuple(sorted(lost))
 
     def answer(self) -> int | None:
-        """Return the number of the last delivered node whose sequence has the system messages of the first call."""
+        """Return the number of the last call whose reply a client has received and whose conversation has the system
+        messages of the episode's first call; None: there is no such call."""
         return max((node.number for node in self.record.nodes if node.delivered and self._is_main(node)), default=None)
 
     def numbers(self) -> dict[str, float]:

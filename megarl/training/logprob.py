@@ -318,7 +318,8 @@ def capped_gradient(
 
 
 def _row_gradients(logits: Tensor, rows: LogprobRows, shard: VocabularyShard, keep: bool) -> Tensor:
-    """Return the gradient that `capped_gradient` describes, computed with torch operations, in the dtype of `log_z`."""
+    """Return the gradient [C, V] of the logits before the temperature by torch operations, in the dtype of `log_z`; see
+    `capped_gradient` for the formula."""
     logp = _scaled(logits, shard, keep).sub_(rows.log_z[:, None])
     grad_logp, grad = rows.grad_logp, logp.exp()
     if rows.grad_entropy is not None and rows.entropy is not None:

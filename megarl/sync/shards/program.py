@@ -162,8 +162,8 @@ class TransferProgram(TableSet):
         return self._of_messages(self.messages.sender == rank, np.zeros(len(self.fans), bool))
 
     def of_receiver(self, server: int, rank: int) -> TransferProgram:
-        """Return the transfers that a rank of a server receives or unpacks: in fan-out rounds also links that other
-        ranks of its machine receive."""
+        """Return the transfers of what a rank of a server receives or stores, also of what other ranks of its machine
+        receive first and pass on to it."""
         targets, messages, fans = self.targets, self.messages, self.fans
         own_targets = (targets.server == server) & (targets.rank == rank)
         keep = (messages.server == server) & (messages.receiver == rank)
