@@ -149,7 +149,8 @@ class Core:
         if self._is_finished(step):
             readers = ", ".join(handover.takers)
             raise HandoverError(
-                f"{at}: all teams that read these samples ({readers}) have already finished the step{_REPORT}"
+                f"{at}: these samples come too late, because all teams that read them ({readers}) have finished the "
+                f"step{_REPORT}"
             )
         known = state.groups.get(handover.samples, {})
         if rank in sent.givers:

@@ -22,7 +22,9 @@ def curriculum(c: StepContext, samples: Batch) -> Batch:
     from megarl.data.curriculum import group_means
 
     if c.curriculum is None:
-        raise ValueError("the node curriculum must be in the team that generates, which draws the prompts")
+        raise ValueError(
+            "the node curriculum needs data.curriculum, and must be in the team that generates, which draws the prompts"
+        )
     failed = samples["env_error"] if "env_error" in samples else [""] * len(samples)
     scores = samples["score"].tolist()
     places = {*own_places(samples)} & {*leads(samples)}
