@@ -203,7 +203,7 @@ def test_a_fifth_replica_and_a_finished_step_are_refused() -> None:
         give(core, "train", 1, 2, BOTH, groups(1))
     for team in ("train", "ref", "critic"):
         core.done(team, 0, 2)
-    readers = r"all teams that read them \(critic, ref\) have finished the step"
+    readers = r"these samples come too late, because all teams that read them \(critic, ref\) have finished the step"
     with pytest.raises(HandoverError, match=rf"handover 'rollout>.*' of step 1, .*: {readers}"):
         give(core, "train", 0, 1, BOTH, groups(0))
 
