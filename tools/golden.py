@@ -3,7 +3,8 @@
 Each case is a short run of 20 steps. It is trained by the base commit and by the present tree, on this machine and with
 this interpreter, and every number of the two metrics.jsonl is compared bit for bit. The base's numbers are kept in the
 cache folder for each commit, machine and case, so a second call runs only the present tree. The exit code is 1 when a
-number differs, and the table names the first step and metric that do.
+number differs, and the table names the first step and metric that do, and by how much the numbers of some lines differ:
+rounding begins near 1e-7 in float32 and grows with the steps, a defect begins large.
 
 Metrics of time, speed or memory are left out: see `measures_the_machine`.
 """
@@ -14,6 +15,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import random
@@ -106,6 +108,21 @@ def compare(base: list[Line], now: list[Line]) -> Difference | None:
         missing = longer[min(len(base), len(now))]
         return Difference(f"{missing['stage']} step {missing['step']}", "number of lines", len(base), len(now))
     return None
+
+
+def differences(base: list[Line], now: list[Line]) -> dict[str, float]:
+    """Return, by line, the largest difference of two runs' numbers, relative to those above 1; inf: one is none."""
+    found = {}
+    for old, new in zip(base, now, strict=False):
+        largest = 0.0
+        for name, value in old.items():
+            other = new.get(RENAMED.get(name, name))
+            if not measures_the_machine(name) and _bits(value) != _bits(other):
+                numbers = isinstance(value, int | float) and isinstance(other, int | float)
+                size = abs(value - other) / max(1.0, abs(value)) if numbers else math.inf
+                largest = max(largest, math.inf if math.isnan(size) else size)
+        found[f"{old['stage']} step {old['step']}"] = largest
+    return found
 
 
 def _bits(value: Any) -> Any:
@@ -210,6 +227,9 @@ def main(arguments: list[str] | None = None) -> int:
             numbers = sum(not measures_the_machine(name) for line in base[case] for name in line)
             rows.append(f"{case:12} {numbers:7} {seconds:8.0f}  {difference or 'the same'}")
             rows += [f"{'':12} new: {name}" for name in new_metrics(base[case], now)]
+            if difference is not None:
+                shown = [f"{where} {size:.1e}" for where, size in differences(base[case], now).items()]
+                rows.append(f"{'':12} largest difference: {', '.join(shown[:3] + shown[3::5])}")
     print("\n".join([f"{'case':12} {'numbers':>7} {'CPU-s':>8}  against {options.base}", *rows]))
     return 1 if different else 0
 

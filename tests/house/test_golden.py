@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tools.golden import compare, measures_the_machine, new_metrics
+from tools.golden import compare, differences, measures_the_machine, new_metrics
 
 BASE = [
     {"step": 1, "stage": "sft", "time": 1.0, "loss": 0.5, "timing_s/step": 2.0},
@@ -43,6 +43,16 @@ def test_a_metric_or_a_line_that_is_missing_is_a_difference():
         "train step 2: val/acc: 0.0 in the base, None now"
     )
     assert str(compare(BASE, BASE[:2])) == "train step 2: number of lines: 3 in the base, 2 now"
+
+
+def test_the_size_of_differences_tells_rounding_from_a_defect():
+    now = [dict(line) for line in BASE]
+    now[0] |= {"loss": 0.5 + 1e-7}
+    now[1] |= {"perf/total_tokens": 14, "time": 9.0}
+    now[2] |= {"loss": 1.0}
+    sizes = differences(BASE, now)
+    assert list(sizes) == ["sft step 1", "train step 1", "train step 2"]
+    assert list(sizes.values()) == [pytest.approx(1e-7), 1.0, math.inf]
 
 
 def test_what_measures_the_machine():
