@@ -141,6 +141,13 @@ def heartbeats(scale: Scale, folder: Path) -> Iterator[Row]:
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
+def store_s(call: Callable[[], Any]) -> float:
+    """Return the CPU-seconds of a store's thread, and of all other threads of this process but the calling one."""
+    start = time.process_time() - time.thread_time()
+    call()
+    return time.process_time() - time.thread_time() - start
+
+
 @contextmanager
 def _store() -> Iterator[SharedStore]:
     from torch.distributed import TCPStore
@@ -157,32 +164,24 @@ def store_calls(scale: Scale) -> Iterator[Row]:
 
     with _store() as store:
         calls = 2000
-        busy, start = time.process_time(), time.perf_counter()
-        for _ in range(calls):
-            store.check(["meetings/0/0/called"])
-        busy, wall = (time.process_time() - busy) / calls, (time.perf_counter() - start) / calls
+        start = time.perf_counter()
+        busy = store_s(lambda: [store.check(["meetings/0/0/called"]) for _ in range(calls)]) / calls
+        wall = (time.perf_counter() - start) / calls
         looks = scale.replicas * _LOOKS_PER_S * scale.step_s
         yield Row("generation: looks for a meeting", "store's thread", looks * busy, f"{1e6 * busy:.0f} us a look")
         yield Row("generation: looks for a meeting", "a replica", (wall + MESSAGE_S) * _LOOKS_PER_S * scale.step_s)
         workers = [TeamProgress(store, rank, scale.ranks) for rank in range(scale.ranks)]
         ping = Ping(123456, "step/actor_train", 12, "")
-        busy = time.process_time()
-        for worker in workers:
-            worker.write(ping)
-        writing = time.process_time() - busy
-        busy = time.process_time()
+        reporting = store_s(lambda: [worker.write(ping) for worker in workers])
         news = workers[0].news()
-        reading = time.process_time() - busy
+        reading = store_s(workers[0].news)
         store.set("mail/update/1", "{}")
-        busy = time.process_time()
-        for _ in range(scale.ranks):
-            store.has("mail/update/1", 5)
-            store.get("mail/update/1")
-        passing = time.process_time() - busy
+        one = "mail/update/1"
+        passing = store_s(lambda: [(store.has(one, 5), store.get(one)) for _ in range(scale.ranks)])
     yield Row("buffer: messages that all workers read", "store's thread", _MESSAGES * passing, f"{_MESSAGES} messages")
     yield Row("buffer: messages that all workers read", "buffer", _MESSAGES * _CALL_S, "one call per message and team")
     reports = _REPORTS_PER_S * scale.step_s
-    yield Row("buffer: reports of progress", "store's thread", (writing + reading) * reports)
+    yield Row("buffer: reports of progress", "store's thread", (reporting + reading) * reports)
     table = ProgressTable(["team"], 0.0)
 
     def record() -> None:
