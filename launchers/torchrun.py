@@ -41,7 +41,7 @@ from megarl.system.processes import (
     raise_descriptor_limit,
     write_atomically,
 )
-from megarl.system.rendezvous import LISTENER, given_listener, is_loopback, listen
+from megarl.system.rendezvous import LISTENER, given_listener, is_loopback, listen, number_in_environment
 
 GRACE_S = 3.0
 #: Signal that ends the agent, which then ends the workers. Batch systems send other signals to every process of a job,
@@ -96,7 +96,7 @@ def _start_agent(job: Job, here: int, address: str, port: int, listener: socket.
 def _rendezvous(nnodes: int) -> tuple[str, int]:
     if nnodes == 1:
         return LOOPBACK[0], 0
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if not os.environ.get(name)]
     if missing:
         raise ConfigError(
             "several machines need a rendezvous address",
@@ -113,7 +113,7 @@ def _rendezvous(nnodes: int) -> tuple[str, int]:
             allowed=f"with cluster.nnodes = {nnodes}: an address of the first machine, the same on every machine",
             fix="set MASTER_ADDR to the first machine's address in the private network",
         )
-    return address, int(os.environ["MASTER_PORT"])
+    return address, number_in_environment("MASTER_PORT")
 
 
 class TorchrunWorkers:

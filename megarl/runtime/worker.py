@@ -32,6 +32,7 @@ from megarl.runtime.health import Heartbeat, report
 from megarl.system.errors import UserError
 from megarl.system.imports import import_callable
 from megarl.system.processes import die_with_parents, own_worker_name, raise_descriptor_limit, worker_number
+from megarl.system.rendezvous import refuse_bad_numbers
 from megarl.system.tracing import beat, current, phase
 
 WATCHED = "MEGARL_WATCHED"  # set by megarl's launchers, which read errors/ and print what went wrong
@@ -183,6 +184,10 @@ def main(argv: list[str] | None = None) -> int:
     missing = [name for name in NEEDED if name not in os.environ]
     if missing:
         parser.error(f"{', '.join(missing)} not set: start this through `megarl train` or torchrun")
+    try:
+        refuse_bad_numbers()
+    except UserError as error:
+        parser.error(str(error))
     die_with_parents()
     if WATCHED in os.environ:
         join_attempt(arguments.config.resolve().parent)

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.system.errors import UnavailableError, WorkerError
+from megarl.system.errors import ConfigError, UnavailableError, WorkerError
 from megarl.system.processes import address_towards, is_address_here
 
 if TYPE_CHECKING:
@@ -36,6 +36,13 @@ log = logging.getLogger(__name__)
 # file descriptor of the listening socket that a launcher passes to the process with the store
 LISTENER = "MEGARL_BUFFER_FD"
 _TOKEN_FILE = "token"
+#: Environment variables (torchrun's names) with numbers that describe a worker's place in its team, and the lowest and
+#: highest number that each may have; None: no limit.
+_NUMBERS: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), (0, None)),
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), (1, None)),
+    "MASTER_PORT": (1, 65535),
+}
 _BACKLOG = 4096  # all ranks of a large run connect at once; the kernel uses its own limit if that is lower
 
 
@@ -68,6 +75,29 @@ def run_key(run_dir: Path, purpose: str) -> str:
 def forget_token(run_dir: Path) -> None:
     """Delete the file with the secret token of a run that has ended."""
     (run_dir / _TOKEN_FILE).unlink(missing_ok=True)
+
+
+def number_in_environment(name: str) -> int:
+    """Return the number in an environment variable of `_NUMBERS`, which must be set. Raise ConfigError if it is not a
+    whole number, or is out of range.
+    """
+    text, (lowest, highest) = os.environ[name], _NUMBERS[name]
+    if text.isdecimal() and lowest <= int(text) <= (int(text) if highest is None else highest):
+        return int(text)
+    raise ConfigError(
+        "the environment variable is not a whole number in the allowed range",
+        where=name,
+        found=text,
+        allowed=f"{lowest} or more" if highest is None else f"{lowest} to {highest}",
+        fix=f"set {name} to such a number",
+    )
+
+
+def refuse_bad_numbers() -> None:
+    """Raise ConfigError if an environment variable that describes this worker's place in its team is not a number."""
+    for name in _NUMBERS:
+        if name in os.environ:
+            number_in_environment(name)
 
 
 def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.socket:

@@ -200,6 +200,16 @@ def test_torchrun_on_several_machines_does_not_meet_on_loopback(
     assert not (tmp_path / "token").exists()
 
 
+@pytest.mark.parametrize("port", ["http", "0", "65536"])
+def test_the_port_on_which_machines_meet_is_a_number_of_a_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: str
+) -> None:
+    for name, value in {"MASTER_ADDR": "node0", "MASTER_PORT": port, "NODE_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"MASTER_PORT: .*\n.*found: +'?{port}'?\n.*allowed: 1 to 65535"):
+        run_workers("torchrun", "m:f", config(nproc=2, nnodes=2), tmp_path)
+
+
 def test_the_log_holds_whole_lines_and_the_last_drawing_of_a_bar(tmp_path: Path) -> None:
     log = OutputLog(tmp_path / "log.txt")
     log.write(1, b"half a")

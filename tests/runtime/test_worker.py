@@ -91,3 +91,19 @@ def test_a_signal_asks_for_a_checkpoint_while_a_worker_works_and_is_ignored_afte
     signal.raise_signal(signal.SIGTERM)
     assert capfd.readouterr().err == ""
     assert not (tmp_path / SAVE_REQUEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [("MASTER_PORT", "a", "1 to 65535"), ("WORLD_SIZE", "0", "1 or more"), ("RANK", "-1", "0 or more")],
+)
+def test_a_worker_whose_place_in_its_team_is_no_number_names_the_variable(name, value, allowed, monkeypatch, capsys):
+    for number, variable in enumerate(worker.NEEDED):
+        monkeypatch.setenv(variable, str(number + 1))
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        worker.main(["--entry", "m:f", "--config", "config.yaml"])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert f"{name}: " in error
+    assert f"allowed: {allowed}" in error
