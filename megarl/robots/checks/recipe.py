@@ -20,6 +20,7 @@ from megarl.robots.checks.policy import check_policy
 from megarl.robots.config import SIMULATOR, EmbeddingSettings, FlowConfig, refuse_other_tasks, robot_of
 from megarl.robots.envs.settings import SimulatorSettings
 from megarl.robots.models.vla.calls import FLOW
+from megarl.robots.simulators.registry import MEASURING, measures_progress
 
 if TYPE_CHECKING:
     from megarl.checks.checklist import Checklist
@@ -106,14 +107,7 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
                 _check_deadlines(config, settings, checks)
                 if settings.tasks:
                     refuse_other_tasks(robot.held_out_tasks, list(settings.tasks))
-    if robot.reward.per_call and "values" not in estimator_fields(config.algorithm):
-        checks.fail(
-            "robot.reward.per_call",
-            "only an estimator with a critic credits rewards to single policy calls",
-            found=f"{robot.reward.per_call:g}, with algorithm.advantage.name={config.algorithm.advantage.name}",
-            allowed="0 without a critic",
-            fix="set algorithm.advantage.name=gae, or robot.reward.per_call=0",
-        )
+    _check_per_call(config, checks)
     bank, name = robot.reward.srpo.get("bank"), robot.reward.embedding.get("name")
     if robot.reward.name == "progress" and bank and name == "own":
         checks.fail(
@@ -122,6 +116,31 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
             found=bank,
             allowed="0 with the embedding `own`",
             fix="set robot.reward.srpo.bank=0, or another robot.reward.embedding.name",
+        )
+
+
+def _check_per_call(config: RunConfig, checks: Checklist) -> None:
+    """Check that rewards of single policy calls have a critic and a simulator that measures progress. A user's own
+    simulator is known only once it has played (`megarl.robots.stages`)."""
+    reward, simulator = robot_of(config).reward, robot_of(config).simulator.get("name")
+    if not reward.per_call:
+        return
+    key, factor = "robot.reward.per_call", f"{reward.per_call:g}, with"
+    if "values" not in estimator_fields(config.algorithm):
+        checks.fail(
+            key,
+            "only an estimator with a critic credits rewards to single policy calls",
+            found=f"{factor} algorithm.advantage.name={config.algorithm.advantage.name}",
+            allowed="0 without a critic",
+            fix="set algorithm.advantage.name=gae, or robot.reward.per_call=0",
+        )
+    if isinstance(simulator, str) and measures_progress(simulator) is False:
+        checks.fail(
+            key,
+            "the reward of a policy call is a change of progress, which this simulator does not measure",
+            found=f"{factor} robot.simulator.name={simulator}",
+            allowed=f"0, or one of the simulators {', '.join(MEASURING)}, or your own simulator that returns progress",
+            fix="set robot.reward.per_call=0",
         )
 
 

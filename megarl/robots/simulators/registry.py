@@ -27,6 +27,8 @@ BATCHED: dict[str, str] = {
     "maniskill": "batched_maniskill:BatchedManiSkill",
     "reach": "batched_reach:BatchedReach",
 }
+#: The built-in simulators whose steps return `progress`, the completed part of the task, in each form that they have.
+MEASURING = ("libero", "metaworld", "reach")
 #: How a recipe names a user's simulator: by its file, or by a module that the simulator's interpreter can import.
 FORMS = ("file.py:Class", "pkg.mod:Class")
 
@@ -45,6 +47,11 @@ def batched_problem(name: str, *, batched: bool) -> tuple[list[str], str] | None
     if batched:
         return ["false"], f"remove it; simulators with many environments in one process: {', '.join(BATCHED)}"
     return ["true"], f"set it to true: {name} has all environments in one process"
+
+
+def measures_progress(name: str) -> bool | None:
+    """Return whether the simulator `name` measures the progress of episodes; None: unknown, because it is a user's."""
+    return name in MEASURING if name in SIMULATORS | BATCHED else None
 
 
 @overload

@@ -109,6 +109,8 @@ def test_a_missing_interpreter_of_the_simulator_is_refused_where_the_run_starts(
             "robot.reward.srpo.bank",
             "cannot be compared",
         ),
+        ("robot.reward.per_call=1", "robot.reward.per_call", "credits rewards"),
+        ("robot={simulator: {name: robotwin}, reward: {per_call: 1}}", "robot.reward.per_call", "does not measure"),
         ("robot.statistics=demonstrations", "sft.train_files", "no experts"),
         ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p", "sampled from all action tokens"),
         ("robot.chunk=30", "robot.chunk", "max_position_embeddings = 64"),

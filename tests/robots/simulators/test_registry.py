@@ -11,7 +11,7 @@ import megarl.robots.simulators
 from megarl.robots.envs import SimulatorSettings
 from megarl.robots.simulators.batched import BatchedSimulator
 from megarl.robots.simulators.protocol import Simulator
-from megarl.robots.simulators.registry import BATCHED, SIMULATORS, is_known, simulator_class
+from megarl.robots.simulators.registry import BATCHED, SIMULATORS, is_known, measures_progress, simulator_class
 
 FOLDER = Path(megarl.robots.simulators.__file__).parent
 
@@ -25,6 +25,14 @@ def test_every_simulator_of_the_folder_has_a_name(known, kind) -> None:
         if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == kind.__name__ for base in node.bases)
     }
     assert set(known.values()) == found
+
+
+@pytest.mark.parametrize("name", sorted(SIMULATORS | BATCHED))
+def test_the_simulators_that_measure_progress_are_those_whose_files_compute_it(name: str) -> None:
+    for module in {table[name].partition(":")[0] for table in (SIMULATORS, BATCHED) if name in table}:
+        nodes = list(ast.walk(ast.parse((FOLDER / f"{module}.py").read_text())))
+        names = {getattr(node, kind, None) for node in nodes for kind in ("name", "arg", "id")}
+        assert ("progress" in names) == measures_progress(name)
 
 
 def test_a_users_simulator_is_named_by_its_file_or_module() -> None:
