@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import io
 import random
 import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,63 @@ def docstrings(tree: ast.Module, place: str) -> Iterator[Sentence]:
             yield Sentence("docstring", f"{place}:{node.lineno}", signature, text)
 
 
+def module_of(file: str) -> str:
+    """Return the name under which a file of the repository is imported."""
+    parts = Path(file).with_suffix("").parts
+    return ".".join(parts if parts[0] == "megarl" else ("megarl", *parts)).removesuffix(".__init__")
+
+
+def string_constants(tree: ast.Module) -> dict[str, str]:
+    """Map the names of a module's constants (capital letters) that are strings to their values."""
+    constants: dict[str, str] = {}
+    for node in tree.body:
+        targets, value = [], None
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            targets, value = [node.targets[0]], node.value
+        elif isinstance(node, ast.AnnAssign):
+            targets, value = [node.target], node.value
+        values = [value]
+        if targets and isinstance(targets[0], ast.Tuple) and isinstance(value, ast.Tuple):
+            targets, values = targets[0].elts, list(value.elts)
+        for target, item in zip(targets, values, strict=False):
+            if isinstance(target, ast.Name) and target.id.isupper() and item is not None:
+                text = message(Expanded(constants).visit(copy.deepcopy(item)))
+                constants |= {target.id: text} if text else {}
+    return constants
+
+
+def known_constants(file: str, tree: ast.Module, modules: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Map names to the string constants that a file defines or imports, as `modules` has them by module."""
+    module = module_of(file)
+    package = module if Path(file).name == "__init__.py" else module.rpartition(".")[0]
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            constants = modules.get(".".join([*above, *([node.module] if node.module else [])]), {})
+            names = {alias.asname or alias.name: alias.name for alias in node.names}
+            known |= {name: constants[origin] for name, origin in names.items() if origin in constants}
+    return known | dict(modules[module])
+
+
+class Expanded(ast.NodeTransformer):
+    """Replaces names of string constants by their values, as they are when an error is raised."""
+
+    def __init__(self, constants: Mapping[str, str]) -> None:
+        self._constants = constants
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return the value of a constant's name; any other name stays."""
+        value = self._constants.get(node.id)
+        return node if value is None else ast.copy_location(ast.Constant(value), node)
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
+        """Return the text of a braced constant; any other braced value stays, with the constants in it replaced."""
+        self.generic_visit(node)
+        bare = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) and node.format_spec is None
+        return node.value if bare and node.conversion == -1 else node
+
+
 def message(node: ast.expr) -> str:
     """Return a string expression as a reader sees it, with names in braces for values; empty for other expressions."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -88,9 +146,13 @@ def own_words(node: ast.expr) -> list[str]:
     return []
 
 
-def error_messages(tree: ast.Module, place: str) -> Iterator[Sentence]:
-    """Yield the messages of `raise` statements that are written where the error is raised, with their place and fix."""
-    for node in ast.walk(tree):
+def error_messages(tree: ast.Module, place: str, constants: Mapping[str, str]) -> Iterator[Sentence]:
+    """Yield the messages of `raise` statements that are written where the error is raised, with their place and fix.
+
+    Args:
+        constants: the string constants that the file knows; messages have their values.
+    """
+    for node in ast.walk(Expanded(constants).visit(tree)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             kind = ast.unparse(node.exc.func)
             texts = node.exc.args
@@ -126,11 +188,13 @@ def comments(source: str, place: str) -> Iterator[Sentence]:
 def sentences() -> list[Sentence]:
     """Return all sentences of the product, in the order of its files."""
     names = subprocess.check_output(["git", "ls-files", *(f"{name}/*.py" for name in FOLDERS)], cwd=ROOT, text=True)
+    sources = {name: (ROOT / name).read_text(encoding="utf-8") for name in names.splitlines()}
+    trees = {name: ast.parse(source) for name, source in sources.items()}
+    modules = {module_of(name): string_constants(tree) for name, tree in trees.items()}
     every: list[Sentence] = []
-    for name in names.splitlines():
-        source = (ROOT / name).read_text(encoding="utf-8")
-        tree = ast.parse(source)
-        every += [*docstrings(tree, name), *comments(source, name), *error_messages(tree, name)]
+    for name, tree in trees.items():
+        constants = known_constants(name, tree, modules)
+        every += [*docstrings(tree, name), *comments(sources[name], name), *error_messages(tree, name, constants)]
     return every
 
 
