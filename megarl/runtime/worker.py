@@ -108,7 +108,7 @@ _WAITS = {
     "actor_train": "updating the actor",
     "reduce_metrics": "waiting for the metrics of all workers",
     "export": "writing the model",
-    "record": "completing the record and the report",
+    "record": "completing the record, the report and uploads to trackers",
     "finish": "finishing",
 }
 _TRAINING = ("step", "sft")
