@@ -59,9 +59,10 @@ _QUIET_S = 10.0  # seconds without a heartbeat after which a rank counts as gone
 _LOOK_S = 0.25  # seconds between two checks of a cell's heartbeats
 _GRACE_S = 2.0  # seconds to wait for the answer of a receiver whose cell was given up
 _POLL_S = 0.02
-# Up to 40 trainer ranks check together this many times per second whether receivers are ready; in a larger team each
-# rank checks every `_POLL_S` seconds.
-_LOOKS = 2000
+_READY_POLL_S = 0.002  # least seconds between two checks of a trainer rank whether receivers are ready
+# Largest number of these checks per second by all trainer ranks together: 1,024 ranks check every 51 ms. A check takes
+# 20 us of the store's only thread if a cell has 128 server ranks, so all checks take at most 40% of its time.
+_READY_CHECKS = 20_000
 _PHASE = "update from shard to shard"
 _ANSWERED = 200  # HTTP status with which a server refuses a call; other failures have another status or none
 
@@ -402,6 +403,7 @@ class ShardTransfer:
                 self._backend,
                 hashed=receiver.number in checked,
             )
+            watch.begin(place, receiver.layout.ranks)
             calls[place] = in_thread(partial(receiver.take_shards, update, step), partial(watch.give_up, cell))
         return calls
 
@@ -541,7 +543,7 @@ class CellWatch:
 
     def __init__(self, store: SharedStore, name: str, cells: Mapping[int, ServerCell], trainers: int) -> None:
         self._store, self._name, self._cells = store, name, cells
-        self._poll_s = min(_POLL_S, trainers / _LOOKS)
+        self._poll_s = max(_READY_POLL_S, trainers / _READY_CHECKS)
         self._beats: dict[tuple[int, int], tuple[int, float]] = {}  # each rank's heartbeat count, and when it changed
         self._next: dict[int, float] = {}
 
@@ -553,6 +555,14 @@ class CellWatch:
         cell = next(number for number, cell in self._cells.items() if server in cell.servers)
         kinds = ("ready", "beat", "hashes", "done")
         return [f"{self._name}/dead/{cell}"] + [f"{self._name}/{k}/{server}/{r}" for k in kinds for r in range(ranks)]
+
+    def _beat(self, server: int, rank: int) -> str:
+        return f"{self._name}/beat/{server}/{rank}"
+
+    def begin(self, server: int, ranks: int) -> None:
+        """Write heartbeat 0 of each rank of a receiver before it is called. `look` waits for it."""
+        for rank in range(ranks):
+            self._store.add(self._beat(server, rank), 0)
 
     def give_up(self, cell: int, why: str) -> None:
         """Write to the store, for all ranks, that a cell (receivers that share a process group) is given up, and why;
@@ -577,8 +587,11 @@ class CellWatch:
         beat()
         if (why := self.dead(cell)) is not None:
             return why
-        for server, rank in self._ranks(cell):
-            count = self._store.add(f"{self._name}/beat/{server}/{rank}", 0)
+        ranks = self._ranks(cell)
+        # One message for all ranks: with 1,024 server ranks in 8 cells a cell has 128, and with a message for each of
+        # them, 1,024 trainer ranks would send half a million a second, twice as many as the store can answer.
+        counts = map(int, self._store.get_all([self._beat(*each) for each in ranks]))
+        for (server, rank), count in zip(ranks, counts, strict=True):
             before, since = self._beats.get((server, rank), (-1, now))
             if count != before:
                 self._beats[server, rank] = count, now

@@ -258,6 +258,42 @@ def test_connecting_ends_when_another_rank_is_given_up_before_it_writes_the_id_o
     assert connected.wait(10), "the thread that waits must end before the store does"
 
 
+class CountedStore:
+    """A store that counts its messages. No receiver is ready in it, and all send heartbeats."""
+
+    def __init__(self) -> None:
+        self.messages = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.messages += 1
+        return False
+
+    def get_all(self, keys: list[str]) -> list[bytes]:
+        self.messages += 1
+        return [str(self.messages).encode()] * len(keys)
+
+
+@pytest.mark.parametrize(("trainers", "most"), [(1, 1000), (1024, 2 * 20_000)])
+def test_trainer_ranks_together_load_the_store_with_a_bounded_number_of_messages(monkeypatch, trainers, most):
+    from megarl.sync.shards import transfer
+
+    clock, store = [100.0], CountedStore()
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    cells = {0: ServerCell("cell", (0,), dict.fromkeys(range(16), 8))}
+    watch = transfer.CellWatch(store, "run/1", cells, trainers)  # type: ignore[arg-type]
+    assert "were not ready within 100 s" in str(watch.wait_ready(0, clock[0] + 100.0, 100.0))
+    waiting, store.messages = store.messages - 16 * 8, 0  # the last messages find out which ranks are missing
+    assert waiting / 100.0 * trainers <= 1.01 * most  # the first check is at once
+    for _ in range(400):  # in rounds that do not end
+        assert watch.look(0) is None
+        sleep(0.01)
+    assert store.messages / 4.0 <= 2 * 4, "two messages a look, four times a second"
+
+
 def test_receivers_that_do_not_answer_have_one_deadline_together(monkeypatch):
     from megarl.sync.shards import transfer
 
@@ -271,6 +307,8 @@ def test_receivers_that_do_not_answer_have_one_deadline_together(monkeypatch):
 
     cells = {number: ServerCell(f"cell {number}", (0,), {number: 1}) for number in range(4)}
     watch = transfer.CellWatch(SharedStore(dist.HashStore(), "trainer rank 0", "3 s"), "run/1", cells, 1)
+    for number in cells:
+        watch.begin(number, 1)
     sending: Any = transfer.ShardTransfer.__new__(transfer.ShardTransfer)
     sending.timeout_s, sending._last = 3.0, []
     receivers = [
