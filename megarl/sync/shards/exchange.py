@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
 
 Tables = Mapping[str, Any]  # NumPy arrays by name, such as `links.offset`
+_Result = TypeVar("_Result")
 Link = tuple[Callable[..., Any], int]  # dist.isend or dist.irecv, and the other rank's number in the group
 
 
@@ -127,29 +129,7 @@ def join(
     """
     if look is None or backend == "nccl":
         return _join(store, name, size, rank, backend, timeout_s)
-    joined: Future[dist.ProcessGroup] = Future()
-
-    def wait_for_all() -> None:
-        group: dist.ProcessGroup | None = None
-        error: BaseException | None = None
-        try:
-            group = _join(store, name, size, rank, backend, timeout_s)
-        except BaseException as raised:
-            error = raised
-        if joined.set_running_or_notify_cancel():
-            if group is not None:
-                joined.set_result(group)
-            else:
-                joined.set_exception(error)
-        elif group is not None:
-            abort(group)
-
-    threading.Thread(target=wait_for_all, name="join", daemon=True).start()
-    while True:
-        with contextlib.suppress(TimeoutError):
-            return joined.result(_POLL_S)
-        if (why := look()) is not None and joined.cancel():
-            raise RoundFailed(f"joining {name}: {why}")
+    return _watched(lambda: _join(store, name, size, rank, backend, timeout_s), f"joining {name}", look, discard=abort)
 
 
 def _join(store: dist.Store, name: str, size: int, rank: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
@@ -187,32 +167,63 @@ def connect(
         RoundFailed: `look` returned a reason.
         RuntimeError: another rank has not called this within `timeout_s` seconds. nccl would wait for ever.
     """
-    part: Future[None] = Future()
 
     def begin() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # a new thread begins on device 0
-            group._get_backend(device).eager_connect_single_device(device)
-            data = torch.zeros(len(links), 16, dtype=torch.uint8, device=device)
-            operations = [dist.P2POp(link, row, peer, group) for (link, peer), row in zip(links, data, strict=True)]
-            for work in dist.batch_isend_irecv(operations) if operations else []:
-                work.wait()
-            if device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            part.set_result(None)
-        except BaseException as error:
-            part.set_exception(error)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a new thread begins on device 0
+        group._get_backend(device).eager_connect_single_device(device)
+        data = torch.zeros(len(links), 16, dtype=torch.uint8, device=device)
+        operations = [dist.P2POp(link, row, peer, group) for (link, peer), row in zip(links, data, strict=True)]
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
-    threading.Thread(target=begin, name="connect", daemon=True).start()
+    _watched(begin, "connecting the ranks of a group", look, timeout_s)
+
+
+def _watched(
+    call: Callable[[], _Result],
+    what: str,
+    look: Callable[[], str | None],
+    timeout_s: float = math.inf,
+    discard: Callable[[_Result], None] | None = None,
+) -> _Result:
+    """Run `call`, which may wait forever for other ranks, in a daemon thread, and return its result.
+
+    Args:
+        what: what the call does, for errors.
+        look: called meanwhile; returns why to stop waiting for the call, or None.
+        timeout_s: deadline in seconds.
+        discard: called with the result if the call returns after this function has stopped waiting for it.
+
+    Raises:
+        RoundFailed: `look` returned a reason.
+        RuntimeError: the call has not returned before the deadline. Errors of the call are raised too.
+    """
+    returned: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            if returned.set_running_or_notify_cancel():
+                returned.set_exception(error)
+            return
+        if returned.set_running_or_notify_cancel():
+            returned.set_result(result)
+        elif discard is not None:
+            discard(result)
+
+    threading.Thread(target=run, name=what.partition(" ")[0], daemon=True).start()
     end = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(TimeoutError):
-            return part.result(_POLL_S)
-        if (why := look()) is not None:
-            raise RoundFailed(f"connecting the ranks of a group: {why}")
-        if time.monotonic() > end:
-            raise RuntimeError(f"not all ranks of the group have connected within {timeout_s:g} s")
+    while not wait([returned], _POLL_S).done:
+        # If the future cannot be cancelled, the call has just returned, and the loop ends.
+        if (why := look()) is not None and returned.cancel():
+            raise RoundFailed(f"{what}: {why}")
+        if time.monotonic() > end and returned.cancel():
+            raise RuntimeError(f"{what}: not done within {timeout_s:g} s")
+    return returned.result()
 
 
 @contextlib.contextmanager

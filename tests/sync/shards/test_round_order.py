@@ -132,7 +132,7 @@ def test_the_wait_for_a_rank_that_never_connects_has_a_deadline():
     others = threading.Event()
     backend = SimpleNamespace(eager_connect_single_device=lambda _: others.wait(20))
     group: Any = SimpleNamespace(_get_backend=lambda _: backend)
-    with pytest.raises(RuntimeError, match=r"not all ranks of the group have connected within 0\.05 s"):
+    with pytest.raises(RuntimeError, match=r"connecting the ranks of a group: not done within 0\.05 s"):
         connect(group, [], torch.device("cpu"), 0.05, lambda: None)
     with pytest.raises(RoundFailed, match="rank 1 is gone"):
         connect(group, [], torch.device("cpu"), 20.0, lambda: "rank 1 is gone")

@@ -224,6 +224,31 @@ def test_joining_a_group_ends_when_another_of_its_ranks_is_given_up():
     assert time.monotonic() - start < 10, "it must not wait for the deadline of 20 s"
 
 
+def test_a_group_that_is_complete_after_its_cell_was_given_up_is_aborted(monkeypatch):
+    given_up, aborted, group = threading.Event(), threading.Event(), object()
+
+    def join_late(*_: Any) -> object:
+        assert given_up.wait(10)
+        return group
+
+    monkeypatch.setattr(exchange, "_join", join_late)
+    monkeypatch.setattr(exchange, "abort", lambda late: aborted.set() if late is group else None)
+    with pytest.raises(RoundFailed, match="joining cell: rank 1 is gone"):
+        join(dist.HashStore(), "cell", 2, 0, "gloo", 20.0, lambda: "rank 1 is gone")
+    given_up.set()
+    assert aborted.wait(10)
+
+
+def test_an_error_of_time_in_a_join_is_raised_and_not_taken_for_a_join_that_is_still_waiting(monkeypatch):
+    def time_out(*_: Any) -> object:
+        raise TimeoutError("connection timed out")
+
+    monkeypatch.setattr(exchange, "_join", time_out)
+    looks = iter([None] * 10)
+    with pytest.raises(TimeoutError, match="connection timed out"):
+        join(dist.HashStore(), "cell", 2, 0, "gloo", 20.0, lambda: next(looks))
+
+
 def test_connecting_ends_when_another_rank_is_given_up_before_it_writes_the_id_of_nccl(monkeypatch):
     waiting, connected = threading.Event(), threading.Event()
 
