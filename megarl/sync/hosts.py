@@ -51,14 +51,20 @@ def choose_transport(
 
 
 def hosts_of_ranks(world: WorkerGroup) -> tuple[dict[int, str], dict[str, str]]:
-    """Return the host name of every rank, and the address at which other hosts reach each host. Collective.
+    """Return the host of every rank, and the address at which other hosts reach each host. Collective.
+
+    A host is named by its host name. Machines that have one host name are named by `machine_name`.
 
     Raises:
         WorkerError: a host has no route to the other hosts.
     """
-    name = socket.gethostname()
-    addresses = world.all_gather_json([name, address_for_others(name, world)])
-    return {rank: name for rank, (name, _) in enumerate(addresses)}, dict(addresses)
+    machine = machine_name()
+    everyone = world.all_gather_json([socket.gethostname(), machine, address_for_others(machine, world)])
+    machines: dict[str, set[str]] = {}
+    for name, machine, _ in everyone:
+        machines.setdefault(name, set()).add(machine)
+    hosts = [name if len(machines[name]) == 1 else machine for name, machine, _ in everyone]
+    return dict(enumerate(hosts)), {host: address for host, (*_, address) in zip(hosts, everyone, strict=True)}
 
 
 def place_of_store(wanted: str | None, world: WorkerGroup) -> tuple[list[str], str | None]:
@@ -86,11 +92,11 @@ def hosts_of_receivers(
 
 
 def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
-    """Return the host of a receiver; for a host of the trainer, return the name that its ranks report.
+    """Return the host of a receiver; for a host of the trainer, return its name in `hosts_of_ranks`.
 
     Args:
         url: url of the receiver.
-        here: name of this host.
+        here: this host.
         addresses: address by which other hosts reach each of the trainer's hosts; a host may resolve its own
             name to a loopback address only.
     """

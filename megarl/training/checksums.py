@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 import xxhash
 
+from megarl.sync.shards.machine import machine_name
 from megarl.system.comm import WorkerGroup
 from megarl.system.tracing import beat
 
@@ -98,8 +98,8 @@ def _share(names: Sequence[str], world: WorkerGroup, per_machine: bool) -> Seque
     if not per_machine:
         numbers = [int(number[1]) if (number := _NUMBER.search(name)) else place for place, name in enumerate(names)]
         return [name for name, number in zip(names, numbers, strict=True) if number % world.size == world.rank]
-    hosts = world.all_gather_json(socket.gethostname())
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+    machines = world.all_gather_json(machine_name())
+    here = [rank for rank, machine in enumerate(machines) if machine == machines[world.rank]]
     return names[here.index(world.rank) :: len(here)]
 
 

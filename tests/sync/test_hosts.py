@@ -9,6 +9,7 @@ import pytest
 from megarl.rollout.sglang.receiver import OWN_GPUS, SPREAD
 from megarl.sync import hosts as of_sync
 from megarl.sync.hosts import choose_transport, host_of
+from megarl.sync.shards import machine
 from megarl.system import comm
 from megarl.system.errors import ConfigError, WorkerError
 from tests.dist import fresh_parallel, run_distributed, world
@@ -156,17 +157,21 @@ def test_machines_reach_each_other():
 
 
 def relays_of_two_machines(run_dir: str) -> list[str]:
-    """Each rank is a machine with servers, whose name nobody can look up; the hosts whose relays this one reaches."""
+    """Each rank is a machine with servers; both have one host name, which nobody can look up. Return the hosts whose
+    relays this rank reaches."""
     import torch.distributed as dist
 
     from megarl.config.sync import SyncConfig
     from megarl.sync.hosts import hosts_of_ranks
     from megarl.sync.messages import MessageClient
+    from megarl.sync.shards import machine
     from megarl.sync.transports.delta import relays_of_all
 
     fork_relays()
     rank, look_up = dist.get_rank(), socket.gethostname
-    socket.gethostname = lambda: f"machine{rank}.invalid"
+    socket.gethostname = lambda: "clone.invalid"
+    machine._BOOT_ID = Path(run_dir) / f"boot{rank}"
+    machine._BOOT_ID.write_text(f"boot {rank}")
     everyone = world()
     names, addresses = hosts_of_ranks(everyone)
     socket.gethostname = look_up
@@ -176,13 +181,40 @@ def relays_of_two_machines(run_dir: str) -> list[str]:
     dist.barrier()
     process.kill()
     process.wait()
-    return sorted(relays)
+    return list(relays)
 
 
 @pytest.mark.procs
-def test_relays_are_reached_by_address_not_by_name(tmp_path):
-    found = run_distributed(relays_of_two_machines, 2, 120, str(tmp_path))
-    assert found == [["machine0.invalid", "machine1.invalid"]] * 2
+def test_relays_of_cloned_machines_are_reached_by_address_not_by_name(tmp_path):
+    first, second = run_distributed(relays_of_two_machines, 2, 120, str(tmp_path))
+    assert first == second
+    assert len(set(first)) == 2
+    assert all(host.startswith("clone.invalid-") for host in first)
+
+
+@pytest.mark.parametrize(("what", "other"), [("_BOOT_ID", "/proc/sys/kernel/version"), ("_SHARED_MEMORY", "/proc")])
+def test_machines_of_one_host_name_have_names_of_their_own(monkeypatch, what, other):
+    here = machine.machine_name()
+    assert machine.machine_name() == here
+    monkeypatch.setattr(machine, what, Path(other))
+    assert machine.machine_name() != here
+
+
+def test_memory_is_not_shared_with_a_server_on_another_machine_of_the_same_host_name(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "clone")
+    monkeypatch.setattr(of_sync, "machine_name", lambda: "clone-a")
+    monkeypatch.setattr(of_sync, "address_for_others", lambda name, group: "10.0.0.1")
+    second = ["clone", "clone-b", "10.0.0.2"]
+    names, addresses = of_sync.hosts_of_ranks(Told(0, [lambda mine: [mine, second]]))
+    assert names == {0: "clone-a", 1: "clone-b"}
+    urls = ["http://127.0.0.1:1", "http://10.0.0.1:1", "http://10.0.0.2:1"]
+    hosts = [host_of(url, names[0], addresses) for url in urls]
+    assert hosts == ["127.0.0.1", "clone-a", "clone-b"]
+    assert [choose_transport("auto", [host], set(names.values())) for host in hosts] == [
+        "distributed",
+        "tensor",
+        "tensor",
+    ]
 
 
 def test_shared_memory_needs_a_trainer_on_every_servers_host():
