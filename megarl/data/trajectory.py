@@ -245,8 +245,7 @@ class Trajectory:
         """
         self.finish_reason = "abort"
         end = self.turn_ends[-1] if self.turn_ends else 0
-        if dropped := len(self.token_ids) - end:
-            self.versions[-1][1] -= dropped  # the last run also counts the observation's tokens
+        self.versions = first_runs(self.versions, end)
         for per_token in (self.token_ids, self.sampled, self.logprobs):
             del per_token[end:]
         self.kept_tokens = None if self.kept_tokens is None else self.kept_tokens.first(end)

@@ -67,6 +67,17 @@ def test_the_mask_of_observations_follows_the_episode():
     assert rows == [[0, 0, 0, 1, 0, 0, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0, 0], [0] * 10]
 
 
+def test_an_episode_that_ends_before_a_turn_keeps_no_version_of_tokens_that_it_drops():
+    """Tokens that come after a change of the weights are a run of versions of their own."""
+    first, later = Trajectory([1]), Trajectory([1])
+    add_turn(later, [5, 6], [-1.0, -2.0], [[3, 2]])
+    for episode in (first, later):
+        episode.add_unsampled([7, 8], 4)
+        episode.end_before_turn(EOS, 5)
+    assert (first.token_ids, first.versions) == ([EOS], [[5, 1]])
+    assert (later.token_ids, later.versions) == ([5, 6], [[3, 2]])
+
+
 def test_a_failed_episode_is_no_age_and_keeps_what_the_policy_drew():
     late, early, fine = played([([3, 4], 2)]), Trajectory([1]), played([([5], 0)])
     late.mark_failed("no state", EOS, 4)
