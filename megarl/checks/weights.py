@@ -30,7 +30,7 @@ from megarl.artifacts.stacked_experts import cuts_of
 from megarl.artifacts.vla_folder import VLA_TYPE, complete_config, projector_file, read_projector
 from megarl.system.errors import ConfigError, count
 
-_LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer headers
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors itself refuses longer headers
 _AGAIN = "copy or download it again"
 _DTYPES, _CODES = ("F32", "BF16", "F16", "F64"), "F8_E4M3"
 Shapes = dict[str, tuple[int, ...]]

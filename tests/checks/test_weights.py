@@ -133,6 +133,19 @@ def test_damage_is_located(tmp_path: Path, damage: str, words: list[str]) -> Non
         assert word in str(caught.value)
 
 
+def test_a_header_that_safetensors_refuses_is_refused(tmp_path: Path) -> None:
+    import safetensors
+
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as opened:  # a sparse file: only its first 8 bytes are written
+        opened.write((100_000_001).to_bytes(8, "little"))
+        opened.truncate(8 + 100_000_001)
+    with pytest.raises(safetensors.SafetensorError, match=r"(?i)header.*large"):
+        safetensors.safe_open(file, "np")
+    with pytest.raises(ConfigError, match="no header of the length"):
+        read_header(file)
+
+
 FP8 = {"quant_method": "fp8", "weight_block_size": [8, 4]}
 CODED = "model.layers.0.mlp.up_proj.weight"  # 12 x 8
 
