@@ -6,6 +6,7 @@ import collections
 import contextlib
 import csv
 import inspect
+import itertools
 import json
 import os
 import re
@@ -46,6 +47,7 @@ _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # column separator
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json")
 #: Suffixes of data files that are not supported.
 _OTHER_FORMS = (".ndjson", ".jsonlines", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".xlsx", ".xls", ".pkl")
+_AT_ONCE = 1024  # rows of a parquet file that are converted together
 _ROWS_ASKED = 200  # maximum number of training rows, from the first on, whose system messages are compared
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 #: The name of a data set on the hub.
@@ -60,6 +62,20 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
         source: any form of data.train_files, see FORMS. Csv values are text; other forms keep numbers, lists and dicts.
         kwargs: keyword arguments for a pkg.mod:fn source; arguments that the function does not take are left out.
     """
+    rows = list(_rows(source, kwargs or {}))
+    if not rows:
+        raise DataError("the source has no rows", where=source, fix="write rows to it, or name another source")
+    return rows
+
+
+def first_rows(source: str, count: int, kwargs: Mapping[str, Any] | None = None) -> list[Row]:
+    """Read the first `count` rows of one source, like `load_rows`, or all if it has fewer; the rest of a .jsonl, .csv
+    or .parquet file is not read.
+    """
+    return list(itertools.islice(_rows(source, kwargs or {}), count))
+
+
+def _rows(source: str, kwargs: Mapping[str, Any]) -> Iterable[Row]:
     if source.startswith(TEXT):
         # invalid UTF-8 on the command line becomes surrogates
         named = source[:80].encode("utf-8", "backslashreplace").decode()
@@ -67,20 +83,16 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
     path = Path(source).expanduser()
     folder, _, split = source.rpartition("@")
     if path.is_dir():
-        rows = _read_folder(path)
-    elif path.is_file():
-        rows = _read_file(path)
-    elif _FUNCTION.fullmatch(source):
-        rows = _call(source, kwargs or {})
-    elif folder and Path(folder).expanduser().is_dir():
-        rows = _read_dataset(source, str(Path(folder).expanduser()), None, split)
-    elif path.suffix.lower() not in SUFFIXES and (match := HUB.fullmatch(source)):
-        rows = _read_dataset(source, match["name"], match["config"], match["split"] or "train")
-    else:
-        raise _missing(path)
-    if not rows:
-        raise DataError("the source has no rows", where=source, fix="write rows to it, or name another source")
-    return rows
+        return _read_folder(path)
+    if path.is_file():
+        return _read_file(path)
+    if _FUNCTION.fullmatch(source):
+        return _call(source, kwargs)
+    if folder and Path(folder).expanduser().is_dir():
+        return _read_dataset(source, str(Path(folder).expanduser()), None, split)
+    if path.suffix.lower() not in SUFFIXES and (match := HUB.fullmatch(source)):
+        return _read_dataset(source, match["name"], match["config"], match["split"] or "train")
+    raise _missing(path)
 
 
 def as_prompts(data: DataConfig, texts: Sequence[str]) -> DataConfig:
@@ -99,7 +111,7 @@ def system_messages(data: DataConfig) -> set[str]:
         with contextlib.suppress(UserError):
             if is_function(source) or Path(source).expanduser().exists():
                 messages = set()
-                for row in load_rows(source, {**data.loader_kwargs, "split": "train"})[:_ROWS_ASKED]:
+                for row in first_rows(source, _ROWS_ASKED, {**data.loader_kwargs, "split": "train"}):
                     prompt = row.column(data.prompt_key, "data.prompt_key")
                     first = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else {}
                     messages.add(str(first.get("content", "")) if first.get("role") in ("system", "developer") else "")
@@ -176,7 +188,7 @@ def _missing(path: Path) -> DataError:
     )
 
 
-def _read_file(path: Path) -> list[Row]:
+def _read_file(path: Path) -> Iterator[Row]:
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -191,7 +203,7 @@ def _read_file(path: Path) -> list[Row]:
         kind = None if reader is _read_parquet else foreign_kind(path)
         if kind is not None:
             raise DataError(f"the file is {kind[0]}, not {path.suffix.lower()} data", where=str(path), fix=kind[1])
-        return list(reader(path))
+        yield from reader(path)
     except OSError as error:
         raise DataError(
             f"the file cannot be read: {error.strerror or error}",
@@ -251,7 +263,7 @@ def visible_files(folder: Path) -> list[Path]:
     return sorted(file for file in files if not is_special(file))
 
 
-def _read_folder(folder: Path) -> list[Row]:
+def _read_folder(folder: Path) -> Iterable[Row]:
     if is_saved_set(folder):
         return _read_dataset(str(folder), str(folder), None, None)
     if (error := other_forms(folder, str(folder))) is not None:
@@ -268,7 +280,7 @@ def _read_folder(folder: Path) -> list[Row]:
             found=", ".join(sorted(named)),
             fix=f"name one split ({folder}@{min(named, key=lambda n: n != 'train')}) or one file",
         )
-    return [row for path in files for row in _read_file(path)]
+    return itertools.chain.from_iterable(map(_read_file, files))
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -429,13 +441,21 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
-        repeated = _repeated(pyarrow.parquet.read_schema(path).names)
-        if repeated:
-            raise DataError(
-                "two columns have the same name", where=str(path), found=", ".join(repeated), fix="rename one of them"
-            )
-        table = pyarrow.parquet.read_table(path)
+        with pyarrow.parquet.ParquetFile(path) as file:
+            repeated = _repeated(file.schema_arrow.names)
+            if repeated:
+                raise DataError(
+                    "two columns have the same name",
+                    where=str(path),
+                    found=", ".join(repeated),
+                    fix="rename one of them",
+                )
+            for batch in file.iter_batches(_AT_ONCE):
+                for value in _values(batch, path, number):
+                    number += 1
+                    yield _row_of_table(value, str(path), number)
     except (pyarrow.ArrowException, OSError) as error:
         kind = foreign_kind(path)
         raise DataError(
@@ -444,17 +464,21 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             found=None if kind is None else kind[0],
             fix="write the file again; name text files .jsonl, .json or .csv" if kind is None else kind[1],
         ) from error
+
+
+def _values(batch: pyarrow.RecordBatch, path: Path, before: int) -> list[dict[str, Any]]:
+    """Return the rows of a part of a table as Python values; `before` rows of the table precede them."""
+    import pyarrow
+
     try:
-        values = table.to_pylist()
+        return batch.to_pylist()
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # text that is not UTF-8, dates before year 1
-        column, number = _unreadable_cell(table)
+        column, number = _unreadable_cell(batch)
         raise DataError(
             f"column {column!r} cannot be read: {error}",
-            where=f"{path} row {number}",
+            where=f"{path} row {before + number}",
             fix="correct the value, or drop the column",
         ) from error
-    for number, value in enumerate(values, 1):
-        yield _row_of_table(value, str(path), number)
 
 
 def _row_of_table(value: Mapping[str, Any], source: str, number: int) -> Row:
@@ -473,16 +497,16 @@ def _own_arguments(column: Any) -> Any:
     ]
 
 
-def _unreadable_cell(table: pyarrow.Table) -> tuple[str, int]:
+def _unreadable_cell(table: pyarrow.RecordBatch) -> tuple[str, int]:
     """Return the column and row (from 1) of the first cell that cannot be converted to a Python value."""
-    for column in table.column_names:
+    for column in table.schema.names:
         for number, cell in enumerate(table[column], 1):
             try:
                 cell.as_py()
             except Exception:  # as_py raises many types of errors
                 return column, number
     raise AssertionError(
-        f"pyarrow cannot convert the table to rows, although it can convert each cell of columns {table.column_names}"
+        f"pyarrow cannot convert the table to rows, although it can convert each cell of columns {table.schema.names}"
     )
 
 

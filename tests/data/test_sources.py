@@ -10,7 +10,7 @@ from megarl.checks.checklist import Checklist
 from megarl.checks.files import check_source
 from megarl.config.data import DataConfig
 from megarl.data.rows import make_row, refuse_media
-from megarl.data.sources import as_prompts, check_loader_kwargs, load_rows, system_messages
+from megarl.data.sources import as_prompts, check_loader_kwargs, first_rows, load_rows, system_messages
 from megarl.system.errors import ConfigError, DataError
 
 ROWS = [
@@ -373,9 +373,11 @@ def test_parquet_cells_and_columns_that_cannot_be_read_are_named(tmp_path):
 
     offsets = pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0")
     text = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"a\xff\xfe")])
-    pyarrow.parquet.write_table(pyarrow.table({"a": text}), tmp_path / "bytes.parquet")
-    with pytest.raises(DataError, match=r"bytes.parquet row 2: column 'a' cannot be read: 'utf-8' codec"):
+    many = pyarrow.chunked_array([pyarrow.array(["b"] * 2000), text])
+    pyarrow.parquet.write_table(pyarrow.table({"a": many}), tmp_path / "bytes.parquet")
+    with pytest.raises(DataError, match=r"bytes.parquet row 2002: column 'a' cannot be read: 'utf-8' codec"):
         load_rows(f"{tmp_path}/bytes.parquet")
+    assert first_rows(f"{tmp_path}/bytes.parquet", 2) == [{"a": "b"}] * 2
     twice = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
     pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
     with pytest.raises(DataError, match=r"twice.parquet: two columns have the same name(?s:.*)'a'"):
@@ -438,6 +440,14 @@ def test_a_prompt_can_stand_in_the_recipe():
     assert [row.column(data.prompt_key, "") for row in rows] == ["1+1=", "a:b"]
     assert (data.answer_key, data.max_val_samples) == (None, None)
     assert rows[1].where == "the prompt 'a:b'"
+
+
+def test_the_first_rows_are_read_without_the_rest_of_the_file(tmp_path):
+    texts = {"d.jsonl": '{"a": "1"}\n{"a": "2"}\nbroken', "d.csv": "a\n1\n2\n3,4\n", "e.jsonl": '{"a": "1"}\n'}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    assert first_rows(f"{tmp_path}/d.jsonl", 2) == first_rows(f"{tmp_path}/d.csv", 2) == [{"a": "1"}, {"a": "2"}]
+    assert first_rows(f"{tmp_path}/e.jsonl", 2) == [{"a": "1"}]
 
 
 def test_system_messages_of_the_training_rows(tmp_path):
