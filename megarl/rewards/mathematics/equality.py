@@ -23,7 +23,7 @@ from megarl.rewards.mathematics.values import (
 )
 
 _RELATIVE = Fraction(1, 10**6)  # relative distance that a decimal may have from the value that it stands for
-_ENOUGH = 2  # minimum number of test points at which both expressions are defined
+_ENOUGH = 2  # minimum number of test points at which values are compared
 
 
 def equal_expressions(reference: Node, answer: Node) -> bool:
@@ -201,9 +201,11 @@ def _agree(reference: Node, answer: Node, names: list[str], base: float | None) 
     return True
 
 
-def _values(reference: Node, answer: Node, names: list[str], base: float | None) -> Iterator[tuple[Any, Any, int]]:
+def _values(
+    reference: Node, answer: Node, names: list[str], base: float | None, least: int = _ENOUGH
+) -> Iterator[tuple[Any, Any, int]]:
     """Yield the values of both expressions, with the number of reliable digits, at points where both are defined: real
-    points, or if there are too few of these, integers, or else complex points."""
+    points, or if there are fewer than `least` of these, integers, or else complex points."""
     complex_ = is_complex(reference, answer)
     attempts = [(points(names, has_steps(reference, answer)), not complex_)]
     if not complex_:
@@ -215,7 +217,7 @@ def _values(reference: Node, answer: Node, names: list[str], base: float | None)
                 values.append(evaluate((reference, answer), point, real, base))
             except OutsideError:
                 continue
-        if len(values) >= _ENOUGH:
+        if len(values) >= least:
             yield from values
             return
 
@@ -233,14 +235,14 @@ def proportional(first: Node, second: Node, positive: bool) -> bool:
 
 def _is_multiple(first: Node, second: Node, names: list[str], base: float | None, positive: bool) -> bool:
     ratios, least = [], 0
-    for left, right, digits in _values(first, second, names, base):
+    for left, right, digits in _values(first, second, names, base, _ENOUGH + 1):  # the first ratio is the factor
         if not left or not right:  # 0 at an arbitrary point: an identity, which equals no other equation
             return False
         ratios.append(left / right)
         least = min(least or digits, digits)
     ctx = context(least or DIGITS)
     ratios = [ctx.convert(ratio) for ratio in ratios]
-    if len(ratios) <= _ENOUGH or any(ctx.isinf(ratio) or ctx.isnan(ratio) for ratio in ratios):
+    if not ratios or any(ctx.isinf(ratio) or ctx.isnan(ratio) for ratio in ratios):
         return False
     if not all(near(ratio, ratios[0], least) for ratio in ratios):
         return False
