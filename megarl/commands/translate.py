@@ -22,8 +22,8 @@ from megarl.config.yamlio import flatten, parse_value, read_yaml
 from megarl.system.errors import UserError, relative_path_fix
 
 _KEY_VALUE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{(?P<braced>\w+)(?::?-(?P<default>[^${}]*))?\}|\$(?P<plain>\w+)")
-_INNER = 4  # number of rounds that replace variables, since the value of a variable may contain other variables
+_VARIABLE = re.compile(r"\$(?:(?P<plain>\w+)|\{(?P<braced>\w+)(?P<sign>\}|:?-))")  # with a sign -, a default follows
+_BRACE = re.compile(r"\$\{|\}")
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _OF_GRPO = {"num_generations", "max_completion_length", "reward_funcs", "num_iterations", "epsilon", "scale_rewards"}
 _OF_SFT = {"packing", "assistant_only_loss", "completion_only_loss", "dataset_text_field", "eos_token"}
@@ -138,19 +138,34 @@ def _of_words(words: list[str]) -> OtherSettings:
 
 
 def _put_in(word: str, variables: Mapping[str, str]) -> str:
-    """Return a word of a script with its variables replaced, inner ones first. Unknown variables stay.
+    """Return a word of a script with its variables replaced as by a shell. Unknown variables without a default stay.
 
     >>> _put_in("${A:-${B}/c} $D", {"B": "b"})
     'b/c $D'
     """
+    match = _VARIABLE.search(word)
+    if match is None:
+        return word
+    end, default = match.end(), match[0]
+    if match["sign"] in ("-", ":-"):
+        closing = _closing_brace(word, end)
+        if closing is None:
+            return word
+        end, default = closing + 1, _put_in(word[end:closing], variables)
+    value = variables.get(match["plain"] or match["braced"])
+    if value is None or (not value and match["sign"] == ":-"):
+        value = default
+    return word[: match.start()] + value + _put_in(word[end:], variables)
 
-    def value(match: re.Match[str]) -> str:
-        default = match[0] if match["default"] is None else match["default"]
-        return variables.get(match["braced"] or match["plain"], default)
 
-    for _ in range(_INNER):
-        word = _VARIABLE.sub(value, word)
-    return word
+def _closing_brace(word: str, start: int) -> int | None:
+    """Return the position of the brace that ends the default that begins at `start`; None if there is none."""
+    depth = 1
+    for brace in _BRACE.finditer(word, start):
+        depth += 1 if brace[0] == "${" else -1
+        if depth == 0:
+            return brace.start()
+    return None
 
 
 def _value(text: str) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.checks.dry_run import make_plan
 from megarl.cli import main
-from megarl.commands.translate import OtherSettings, read_settings, translate
+from megarl.commands.translate import OtherSettings, _of_words, read_settings, translate
 from megarl.config.load import load_config
 from megarl.recipes.components import COMPONENTS
 from megarl.system.errors import UserError
@@ -366,6 +366,23 @@ def test_fine_tuning_is_validated_by_a_key_of_its_own(values):
     made = translate(OtherSettings(values), None)
     assert made.settings["sft.eval_every"] == 50
     assert "validation.every" not in made.settings
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("${SET:-${UNSET}}/a", "b/a"),
+        ("${EMPTY:-1}${EMPTY-2}c", "1c"),
+        ("${A:-${B:-${C:-${D:-${E:-$SET}}}}}", "b"),
+        ("a${UNSET:-{x}}", "a{x}"),
+        ("${UNSET:-${SET}", "${UNSET:-${SET}"),
+        ("$UNSET ${SET%%b}", "$UNSET ${SET%%b}"),
+    ],
+)
+def test_a_variable_has_its_value_or_else_its_default(word, value):
+    """As in a shell; what the shell would not find, or does by other signs, stays as it is."""
+    words = ["SET=b", "EMPTY=", f"trainer.experiment_name={word}"]
+    assert _of_words(words).values == {"trainer.experiment_name": value}
 
 
 def test_variables_of_a_script_have_their_values(write, monkeypatch):
