@@ -2,6 +2,7 @@
 
 import json
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,7 +61,17 @@ def layers(layouts: list[dict]) -> list[list[float]]:
             results.append([out.detach(), given.grad, *(weight.grad.clone() for weight in layer.parameters())])
         assert min(grad.abs().max() for grad in results[0][:2]) > 1e-3
         found.append([(a - b).abs().max().item() for a, b in zip(*results, strict=True)])
+        del out  # its graph holds the buffer
+        assert is_freed_for_a_wider_model(layer.token_dispatcher.tp_ep_group)
     return found
+
+
+def is_freed_for_a_wider_model(group) -> bool:
+    """Whether layers that have run do not hold the buffer that is replaced by one for a model with wider rows."""
+    before = weakref.ref(deepep._buffer)
+    assert deepep.buffer_of(group, 64) is before()
+    deepep.buffer_of(group, 128)
+    return before() is None
 
 
 def trained(sizes: list[tuple[dict, dict]], reference: dict) -> list[dict[str, float]]:

@@ -229,7 +229,9 @@ class DeepEPDispatcher(MoETokenDispatcher):
 
     def token_combine(self, rows: Tensor) -> Tensor:
         """Return rows to the process of their token, and sum them by token."""
-        return _Combine.apply(rows, self._handle, self._buffer)
+        # The layer does not keep the buffer: a wider model's buffer is allocated after the memory of this one is freed.
+        buffer, self._buffer = self._buffer, None
+        return _Combine.apply(rows, self._handle, buffer)
 
     def combine_postprocess(self, tokens: Tensor) -> Tensor:
         """Reshape the tokens to [s, b, h]."""
