@@ -304,20 +304,26 @@ class ModelPass:
         return max(moved, self.given.element_flops / self.hardware.peak("fp32"))
 
     def _tensor(self, share: Share, passes: float, *, train: bool) -> Cost:
-        """Return the cost of an all-reduce after each mixer and each dense MLP, in both directions; with sp, of a
-        scatter and a gather in its place."""
-        facts, parallel = self.facts, self.parallel
-        tp = parallel.tp
-        whole = share.tokens / parallel.cp * facts.hidden * self._element
-        # sums over ranks after each mixer and each dense MLP; `_experts` counts those of layers with experts
-        sums = 2 * facts.layers - facts.copies["router"]
-        # Each sum happens once in a forward and once in a backward pass. Recomputation adds a forward pass. With sp, a
-        # backward pass also gathers its input again.
-        times = (2 + (passes == 4) if train else 1) + (0.5 if train and self._split_residual > 1 else 0.0)
-        sent = times * sums / self._stages * 2 * (tp - 1) / tp * whole
-        split = self._split_residual > 1
-        seconds = self._links.ring(sent, tp, steps=times * sums / self._stages * 2, sums=not split)
-        return Cost("T4", "tensor and sequence parallel", seconds, sent)
+        """Return the cost of an all-reduce after each mixer and each dense MLP, and of all-reduces of the gradients of
+        their inputs; with sp, of a gather before and a scatter after them, and of the reverse."""
+        facts, tp, split = self.facts, self.parallel.tp, self._split_residual > 1
+        hidden, forwards = facts.hidden, 1 + (train and passes == 4)
+        parts = [(m.projected_elements(hidden), m.copied_elements(), n) for m, n in facts.mixer_counts.items()]
+        # `_experts` counts what layers with experts send
+        parts.append(((hidden,), (), facts.layers - facts.copies["router"]))
+        elements = steps = 0
+        for projected, copied, count in parts:
+            inputs = (*projected, *copied)
+            # Widths of what a ring of ranks sends per token; a sum is a scatter and a gather. With sp, a backward pass
+            # also gathers the inputs of projections again.
+            sent = forwards * ((*inputs, hidden) if split else (hidden, hidden))
+            if train:
+                sent += (*inputs, hidden, *projected) if split else 2 * inputs
+            elements += count * sum(sent)
+            steps += count * len(sent)
+        nbytes = elements / self._stages * (tp - 1) / tp * share.tokens / self.parallel.cp * self._element
+        seconds = self._links.ring(nbytes, tp, steps=steps / self._stages, sums=not split)
+        return Cost("T4", "tensor and sequence parallel", seconds, nbytes)
 
     def _context(self, share: Share, passes: float, *, train: bool) -> Cost:
         """Return the cost of gathering keys and values or exchanging tokens for heads (again when recomputed), and the

@@ -1,7 +1,8 @@
 """What ranks send for each layer in passes of real engines, against the plan's formulas T4 to T7 (campaign).
 
 The difference between models of four and of two layers leaves out what happens once in a pass: embedding, logits and
-metrics. A rank may send 2% more bytes: with sequence parallelism gradients of norms, with experts the router's weights.
+metrics. A rank may send 3% more bytes: with sequence parallelism gradients of norms and of latents' down projections,
+with experts the router's weights.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("moe", {"cp": 2}, ["T5"]),
     ("moe", {"ep": 2}, ["T6"]),
     ("latent", {"cp": 2}, ["T5"]),
+    ("latent", {"tp": 2}, ["T4"]),
+    ("latent", {"tp": 2, "sp": True}, ["T4"]),
 ]
 
 
@@ -140,6 +143,6 @@ def test_ranks_send_what_is_planned():
                 counted = tuple((more - less) / 2 for less, more in zip(shallow, deep, strict=True))
                 expected = tuple(more - less for less, more in zip(*plans, strict=True))
             print(model, sizes, formula, phase, counted, expected)
-            if counted[0] != pytest.approx(expected[0]) or not 1 - 1e-6 <= counted[1] / expected[1] <= 1.02:
+            if counted[0] != pytest.approx(expected[0]) or not 1 - 1e-6 <= counted[1] / expected[1] <= 1.03:
                 wrong.append((model, sizes, formula, phase, counted, expected))
     assert wrong == []

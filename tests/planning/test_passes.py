@@ -9,6 +9,7 @@ import pytest
 from megarl.artifacts.facts import facts_from_config
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
+from megarl.models.layers.mla.plain import MLA
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.flops import FlopCounter, token_flops
 from megarl.planning.hardware import KINDS
@@ -183,6 +184,33 @@ def test_tensor_parallel_ranks_sum_twice_in_a_layer_and_direction(sp, sums):
     sent = sums * 2 * 8 * (2 * 3 / 4) * 64 * 1024 * 1024 * 2
     assert found.bytes == pytest.approx(sent)
     assert found.seconds == pytest.approx(sent / 450e9)
+
+
+@pytest.mark.parametrize(
+    ("rank", "sp", "train", "sent", "rings"),
+    [
+        (256, False, False, 2 * 1024, 2),
+        (256, False, True, 2 * 1024 + 2 * (256 + 128 + 64), 2 + 6),
+        (None, False, True, 2 * 1024 + 2 * (1024 + 128 + 64), 2 + 6),
+        (256, True, True, 2 * (256 + 128 + 64 + 1024) + 256 + 128, 4 + 4 + 2),
+    ],
+)
+def test_ranks_that_share_latents_exchange_these_and_not_their_hidden_states(rank, sp, train, sent, rings):
+    """T4: what ranks send per token and layer for latent attention, as tests/planning/test_collectives.py counts it."""
+    sizes = {"heads": 16, "q_rank": rank, "kv_rank": 128, "nope": 64, "rope": 64, "value": 64}
+    latent = MLA(**sizes, scale=1.0, eps=1e-6, interleaved=True)
+    facts = replace(DENSE, given_mixers=(latent,) * DENSE.layers)
+    # on links without limit whose latency is one second, seconds are rings
+    links, given = replace(H100, node_gb_s=1e30), replace(IDEAL, node_hop_us=1e6)
+    both = []
+    for each in (facts, DENSE):
+        made = model(each, tp=4, sp=sp, given=given, hardware=links)
+        both.append(part(made.update(SHARE, 1, 1) if train else made.forward(SHARE), "T4"))
+    usual = 2 if not train else 4 if not sp else 5  # rings of hidden states for other attention
+    ring = DENSE.layers * 3 / 4 * 64 * 1024 * 2
+    assert both[0].bytes - both[1].bytes == pytest.approx(ring * (sent - usual * 1024))
+    micro = made.micro_batches(SHARE)
+    assert both[0].seconds - both[1].seconds == pytest.approx(micro * DENSE.layers * 3 * (rings - usual))
 
 
 def test_context_parallel_ranks_gather_keys_and_values():

@@ -67,6 +67,22 @@ class Mixer(ABC):
         """
         return 0.0
 
+    def projected_elements(self, hidden: int) -> tuple[int, ...]:
+        """Return the elements per token of each input of the projections whose outputs tensor parallelism splits.
+
+        Ranks sum the gradients of these inputs. Under sequence parallelism they gather the inputs, in the backward pass
+        again.
+
+        Args:
+            hidden: width of the layer's input.
+        """
+        return (hidden,)
+
+    def copied_elements(self) -> tuple[int, ...]:
+        """Return the elements per token of what tensor-parallel ranks share, and sum the gradients of, without a
+        projection. Under sequence parallelism ranks gather it in the forward pass only."""
+        return ()
+
     def gathered_elements(self, tp: int, cp: int) -> float:
         """Return the elements per token of all context-parallel ranks that a rank receives in the forward pass; it
         sends as many in the backward pass."""

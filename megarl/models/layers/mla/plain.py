@@ -91,6 +91,15 @@ class MLA(Mixer):
         """Return `cached` for every rank, because all heads read the same latent."""
         return float(self.cached)
 
+    def projected_elements(self, hidden: int) -> tuple[int, ...]:
+        """Return the widths of what is expanded to heads: of queries (hidden states without a query rank), and of keys
+        and values."""
+        return self.q_rank or hidden, self.kv_rank
+
+    def copied_elements(self) -> tuple[int, ...]:
+        """Return the width of the rope key, which all heads share."""
+        return (self.rope,)
+
     def gathered_elements(self, tp: int, cp: int) -> float:
         """Return the cached elements per token, because context-parallel ranks gather latents before they
         expand them."""
