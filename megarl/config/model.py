@@ -177,6 +177,11 @@ class ParallelConfig(Section):
         """Number of processes that hold one replica: tp * pp * cp."""
         return self.tp * self.pp * self.cp
 
+    def splits_tokens(self, *, experts: bool) -> bool:
+        """Return whether tensor-parallel ranks split the tokens of norms and residuals; models with `experts` always
+        do so, because Megatron does not train them under tensor parallelism otherwise."""
+        return self.tp > 1 and (self.sp or experts)
+
     def one_stage(self) -> ParallelConfig:
         """Return this layout without pipeline stages."""
         update = {"pp": 1, "vpp": None, "first_stage_layers": None, "last_stage_layers": None}

@@ -105,8 +105,7 @@ def transformer_config(
     if experts is not None:
         fields |= _moe_fields(hf, experts, parallel)
     fields |= _recompute_fields(engine, form) | _fp8_fields(engine)
-    # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
-    fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or experts is not None)
+    fields["sequence_parallel"] = parallel.splits_tokens(experts=experts is not None)
     config = PolicyConfig(**fields)
     config.dispatch = dispatch_of(facts_of(hf), parallel, dtype, world)
     return config

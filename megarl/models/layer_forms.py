@@ -138,9 +138,10 @@ def refuse_fp8(hf: PretrainedConfig, parallel: ParallelConfig, engine: EngineCon
     if mixture is not None:
         rows.append(mixture.width // parallel.expert_tp)
     each = 32 if engine.fp8 == "mxfp8" else 16
-    # With `blockwise`, sequence parallelism gathers hidden states in whole FP8 blocks of 128 numbers, so the hidden
-    # size must be a multiple of 128.
-    unit = 128 if engine.fp8 == "blockwise" and parallel.tp > 1 else each
+    # With `blockwise`, sequence parallelism gathers hidden states in whole FP8 blocks of 128 numbers. Without whole
+    # blocks Transformer Engine would gather them in bf16, with a warning for each layer.
+    gathers = parallel.splits_tokens(experts=mixture is not None)
+    unit = 128 if engine.fp8 == "blockwise" and gathers else each
     odd = [size for size in rows if size % each]
     if odd or hf.hidden_size % unit:
         raise ConfigError(

@@ -72,7 +72,7 @@ class Activations:
     ) -> None:
         self.facts, self.parallel, self.engine, self.passes = facts, parallel, engine, passes
         self.element, self.gpu, self.value_head, self.logit_copies = element, gpu, value_head, logit_copies
-        self.split_stream = parallel.tp > 1 and (parallel.sp or facts.is_moe)
+        self.split_stream = parallel.splits_tokens(experts=facts.is_moe)
         self.held = passes.tokens / (parallel.tp if self.split_stream else 1)
         self.sparse = facts.copies["router"] / facts.layers
 

@@ -94,7 +94,7 @@ class ModelPass:
     @property
     def _split_residual(self) -> int:
         """Number of tensor-parallel ranks that split the residual stream's tokens; 1 without sequence parallelism."""
-        return self.parallel.tp if self.parallel.sp or self.facts.is_moe else 1
+        return self.parallel.tp if self.parallel.splits_tokens(experts=self.facts.is_moe) else 1
 
     @property
     def _pairs(self) -> int:

@@ -298,7 +298,9 @@ def fp8_refusals() -> list[str]:
     for model, sizes, settings, can in (
         ("dense", {}, {"layers": "local", "fp8": "delayed"}, True),
         ("moe", {"tp": 2, "etp": 2}, {"fp8": "mxfp8"}, True),
-        ("dense", {"tp": 2}, {"fp8": "blockwise"}, True),
+        ("dense", {"tp": 2, "sp": True}, {"fp8": "blockwise"}, True),
+        ("moe", {"tp": 2}, {"fp8": "blockwise"}, True),
+        ("dense", {"tp": 2}, {"fp8": "blockwise"}, True),  # without sequence parallelism no rank gathers
         ("dense", {}, {"fp8": "delayed"}, False),
     ):
         pytorch.is_fp8_available = lambda return_reason, can=can: (can, "" if can else "compute capability 8.0")
@@ -307,6 +309,8 @@ def fp8_refusals() -> list[str]:
             layer_forms.refuse_fp8(cases.hf_config(model), ParallelConfig(**sizes), engine, "actor.engine")
         except ConfigError as error:
             found.append(str(error))
+        else:
+            found.append("actor.engine.fp8: fits")
     return found
 
 
@@ -317,8 +321,10 @@ def test_fp8_that_cannot_be_is_an_error_at_its_key():
     assert missing.startswith("transformer_engine.pytorch.optimizers has no FusedAdam")
     wanted = [
         "local layers do not support FP8",
-        "sizes of this model",
-        "sizes of this model",
+        "multiples of 32",
+        "for the hidden size a multiple of 128",
+        "for the hidden size a multiple of 128",
+        "fits",
         "lacks this FP8 format: compute capability",
     ]
     assert len(found) == len(wanted)
