@@ -28,6 +28,7 @@ from megarl.checks.files import (
     check_reward,
     check_reward_is_named,
 )
+from megarl.checks.fp8 import check_fp8
 from megarl.checks.gpus import check_machine_gpus
 from megarl.checks.graph import build, check_graph
 from megarl.checks.images import check_images
@@ -203,12 +204,13 @@ def _check_placed(config: RunConfig, placement: Placement, sizes: Sizes, job: st
 
 
 def _check_steps(config: RunConfig, placement: Placement | None, roles: Roles, job: str, checks: Checklist) -> None:
-    """Check the sizes of training steps, their learning rates, and the watched metrics."""
+    """Check the sizes of training steps, their learning rates, FP8 scales, and the watched metrics."""
     check_batches(config, placement, checks)
     for section in sorted(config.uncounted):
         epochs = getattr(config, section).epochs
         checks.of("steps").skip(f"{section}.epochs={epochs:g}: steps are known when the run starts")
     check_schedules(config, roles, checks)
+    check_fp8(config, roles, checks.of("fp8"))
     check_watched_metrics(config, job, checks)
 
 

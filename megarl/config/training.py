@@ -77,8 +77,8 @@ class EngineConfig(Section):
     fp8: Literal["none", "blockwise", "delayed", "mxfp8"] = Field(
         "none",
         description="FP8 matrix products in te layers. blockwise: one scale per block; delayed: one scale per tensor, "
-        "from maxima of earlier steps; mxfp8: one scale per 32 numbers, on Blackwell. Weights, attention and head stay "
-        "in model.dtype",
+        "from maxima of earlier steps, which checkpoints do not hold; mxfp8: one scale per 32 numbers, on Blackwell. "
+        "Weights, attention and head stay in model.dtype",
     )
     share_prefixes: bool = Field(
         False,

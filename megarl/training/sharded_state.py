@@ -156,8 +156,8 @@ def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]
         add_prefix_for_sharding(sharded, f"{name}.")
         for key, value in chunk.state_dict(keep_vars=True).items():
             if key.endswith("_extra_state") or not isinstance(value, Tensor):
-                # Extra state of Transformer Engine is not saved: it is empty, except with delayed FP8 scaling, whose
-                # scales are computed again after a restart.
+                # Transformer Engine's extra state is a pickle, so it is not saved. It is empty except with
+                # `fp8: delayed`, whose scales begin at 1 again when a run resumes (megarl/checks/fp8.py warns).
                 continue
             if engine.lora is None or (value.requires_grad and not is_adapter(key)):
                 replica = sharded[key].replica_id
@@ -184,7 +184,7 @@ def _adapters(name: str, engine: MegatronEngine, lora: LoraConfig) -> Iterator[t
 
 
 def _tensors_only(state: dict[str, Any]) -> dict[str, Sharded]:
-    """Drop Megatron's extra-state objects, which are empty in megarl's models and would need pickle."""
+    """Drop Megatron's extra-state objects, which would need pickle; see `_copies`."""
     tensors = {key: value for key, value in state.items() if not isinstance(value, ShardedObject)}
     for key, value in tensors.items():
         if key.endswith(("word_embeddings.weight", "output_layer.weight")) and isinstance(value, ShardedTensor):
