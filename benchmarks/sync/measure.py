@@ -259,8 +259,11 @@ def own_shards(weights: dict[str, Tensor], machine: str, senders: int = 1) -> Ow
     return OwnShards(weights, storages, places, TensorTable(names, whole, dtypes), sizes)
 
 
-def _measure_shards(folder: Path) -> dict[str, Any]:
-    """Return the row of the transport from shard to shard."""
+def _measure_shards(folder: Path, *, colocated: bool = False) -> dict[str, Any]:
+    """Return the row of the transport from shard to shard, or with `colocated` as to a server on the sender's GPU."""
+    from dataclasses import replace
+
+    from megarl.sync.shards.machine import machine_name
     from megarl.sync.shards.transfer import ShardTransfer
     from megarl.sync.transports.shards import ShardsTransport, planner
     from megarl.system.comm import WorkerGroup
@@ -268,8 +271,11 @@ def _measure_shards(folder: Path) -> dict[str, Any]:
     weights = _weights()
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     with receiver_process(folder) as (receiver, _):
-        alone, rounds = WorkerGroup.alone(), planner(BUCKET_MB * 10**6)
-        transport = ShardsTransport(ShardTransfer(own_shards(weights, _HOST), rounds, alone, _RUN, DEADLINE_S, _HOST))
+        alone, rounds = WorkerGroup.alone(), planner(BUCKET_MB * 10**6, colocated=colocated)
+        # a server on the sender's GPU has to be on its machine
+        own = own_shards(weights, machine_name() if colocated else _HOST)
+        own = replace(own, gpus=[""]) if colocated else own
+        transport = ShardsTransport(ShardTransfer(own, rounds, alone, _RUN, DEADLINE_S, _HOST))
 
         def send(receivers: Sequence[SglangReceiver], report: SyncReport) -> None:
             transport.transfer.run(receivers, {0}, report)
@@ -277,7 +283,8 @@ def _measure_shards(folder: Path) -> dict[str, Any]:
         seconds = _least(_Update(send, transport, receiver))
         buffers = transport.transfer.buffer_bytes / (BUCKET_MB * 1e6)
         transport.close()
-    return {"transport": "shards", "s": seconds, "gb_per_s": nbytes / seconds / 1e9, "mb": nbytes / 1e6,
+    name = "shards, colocated" if colocated else "shards"
+    return {"transport": name, "s": seconds, "gb_per_s": nbytes / seconds / 1e9, "mb": nbytes / 1e6,
             "buckets": buffers}  # fmt: skip
 
 
@@ -317,7 +324,7 @@ def measure() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         names = ("tensor", "distributed", "disk", "delta")
         results["rows"] = [row for name in names for row in _measure(name, Path(folder))]
-        results["rows"].append(_measure_shards(Path(folder)))
+        results["rows"] += [_measure_shards(Path(folder), colocated=colocated) for colocated in (False, True)]
         results["many"] = many_seconds(Path(folder))
     results["plan"] = _plan_seconds()
     return results
@@ -339,6 +346,7 @@ def judged(found: dict[str, Any]) -> list[dict[str, Any]]:
     for name, seconds in limits.items():
         lines.append({"what": f"limit: {name}", "s": seconds, "target": "", "met": None})
     against = {"tensor": ("memcpy", 0.6), "distributed": ("gloo", 0.7), "shards": ("gloo", 0.8)}
+    against["shards, colocated"] = against["tensor"]
     for name, row in by_name.items():
         line = {"what": name, "s": row["s"], "mb": row["mb"], "buckets": row["buckets"], "target": "", "met": None}
         if name in against:

@@ -377,6 +377,15 @@ class RunConfig(Section):
         return self.validation.sampling.after(self.rollout.sampling)
 
     @property
+    def sends_shards(self) -> bool:
+        """Whether servers get weights from shard to shard: with `sync.transport: shards`, and with `auto` if servers on
+        the trainer's GPUs run on several machines each."""
+        servers, wanted = self.rollout.servers, self.sync.transport
+        if servers is None:
+            return False
+        return wanted == "shards" or (wanted == "auto" and servers.colocated and servers.nnodes > 1)
+
+    @property
     def rollout_dtype(self) -> str:
         """Precision in which responses are generated, fp32, bf16 or fp16: `rollout.dtype`, where `model` stands for
         the model's precision.

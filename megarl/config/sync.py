@@ -17,12 +17,13 @@ class SyncConfig(Section):
         description="tensor: shared memory or CUDA IPC on the server's host; distributed: broadcast over gloo or "
         "nccl; disk: safetensors in a shared folder; delta: changed elements to a relay on the server's "
         "host; shards: from every trainer rank directly to the server ranks that store the values; "
-        "auto: tensor where every server shares a host with the trainer and has no GPUs of its own, else distributed",
+        "auto: tensor where every server shares a host with the trainer and has no GPUs of its own, shards where a "
+        "server shares GPUs of several machines with it, else distributed",
     )
     bucket_mb: PositiveInt = Field(
         256,
         description="size of a bucket in MB (10**6 bytes); a sender holds two buckets; with "
-        "transport=shards what a rank sends or receives in a round",
+        "transport=shards what a rank sends or receives in a round; a rank with a server on its GPU has two more",
     )
     dtype: Literal["model", "bf16", "fp16", "fp32"] = Field(
         "model", description="dtype in which weights are sent; model: the dtype of the trainer's parameters"

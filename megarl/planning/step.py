@@ -318,8 +318,7 @@ class StepFormulas:
         servers = config.rollout.servers
         if servers is None and team.name == actor.name:
             return []
-        transport: str = config.sync.transport
-        if transport == "shards" and servers is not None:
+        if config.sends_shards:
             return self._shard_update(actor, room.engines, room.ranks)
         size = self.served.parameters * BYTES[config.rollout_dtype] / room.ranks
         # If a trainer replica and the servers are in one domain of fast links, all weights are sent over these links.
@@ -337,7 +336,10 @@ class StepFormulas:
         size: float = self.served.parameters * BYTES[self.config.rollout_dtype]
         groups = self.config.rollout.sglang.attention_dp
         fullest = fullest_stage(self.served, actor.parallel)
-        near = self.config.rollout.colocated or self.hardware.nodes == 1
+        experts = actor.parallel.expert_tp * actor.parallel.ep * actor.parallel.pp if self.served.is_moe else 0
+        # Whether a server rank finds all that it stores on its own machine.
+        whole = self._links.inside(max(actor.parallel.model_parallel_size, experts))
+        near = (self.config.rollout.colocated and whole) or self.hardware.nodes == 1
         if groups > 1:  # each group of a server's ranks stores all heads; they cross the network once for each machine
             copies = groups if near else min(groups, -(-ranks // self.hardware.per_node))
             size += (self.server_weights * ranks - size) / (groups - 1) * (copies - 1)

@@ -30,7 +30,8 @@ NETWORK_BYTES = 2**29
 """NCCL's network buffers for messages to all ranks on other machines (NVIDIA/nccl issue 2363)."""
 _HASHING = 0.1e9
 CELL_BYTES = 0.15e9
-"""NCCL's communicator of a trainer rank with the servers of one cell (sync.transport: shards); assumed."""
+"""NCCL's communicator of a trainer rank for weights from shard to shard (sync.transport: shards), assumed: with the
+servers of one cell, or with all trainer ranks if the servers are on their GPUs."""
 _MOST_CELLS = 8
 _ON_DEVICE = ("auto", "tensor", "distributed", "shards")  # transports with buffers on the device
 
@@ -72,18 +73,8 @@ class WeightSyncMemory:
         if self.config.sync.transport in _ON_DEVICE:
             size = sum(self.buffers())
             terms.append(term("buffers of new weights for servers", size, "sync.bucket_mb, the model's size"))
-        near = min(self.team.parallel.tp, self._here) - 1
-        if self.config.sync.transport == "shards":
-            cells = min(self.config.rollout.sglang.servers, _MOST_CELLS, self.team.devices)
-            groups = f"NCCL's groups with {count(cells, 'cell')} of servers"
-            terms.append(Term(groups, cells * CELL_BYTES, "rollout.sglang.servers", 0.0))
-            # Trainer ranks send straight to server ranks, so there are no connections for slices and no mapped memory.
-            return terms
-        if near:
-            ranks = f"NCCL's connections for slices of weights to {count(near, 'rank')}"
-            terms.append(Term(ranks, near * PEER_BYTES, "actor.parallel.tp", 0.0))
-        if self._replica > self._here:
-            terms.append(Term("NCCL's network buffers for slices of weights", NETWORK_BYTES, "actor.parallel", 0.0))
+        shards = self.config.sends_shards
+        terms += self._shards() if shards else self._slices()
         servers = self.config.rollout.sglang
         if self.config.rollout.colocated:
             terms.append(Term("a server's context and workspaces", SERVER_BYTES, "rollout.sglang.colocated", 0.0))
@@ -91,16 +82,47 @@ class WeightSyncMemory:
                 terms.append(graphs())
             # Every rank of a server maps the buffers of all senders that send to it.
             others = max(self._here, servers.ranks) - 1
-            if others and self.config.sync.transport in ("auto", "tensor"):
+            if others and not shards and self.config.sync.transport in ("auto", "tensor"):
                 contexts = f"contexts of {count(others, 'server rank')} on other GPUs"
                 keys = "actor.parallel.tp, rollout.sglang.tp_size"
                 terms.append(Term(contexts, others * CONTEXT_BYTES, keys, 0.0))
         return terms
 
+    def _slices(self) -> list[Term]:
+        """Return the terms of connections over which ranks pass slices of tensors to the rank that sends these."""
+        terms = []
+        near = min(self.team.parallel.tp, self._here) - 1
+        if near:
+            ranks = f"NCCL's connections for slices of weights to {count(near, 'rank')}"
+            terms.append(Term(ranks, near * PEER_BYTES, "actor.parallel.tp", 0.0))
+        if self._replica > self._here:
+            terms.append(Term("NCCL's network buffers for slices of weights", NETWORK_BYTES, "actor.parallel", 0.0))
+        return terms
+
+    def _shards(self) -> list[Term]:
+        """Return the terms of updates from shard to shard, apart from the buffers from which a rank sends.
+
+        No slices are passed on to other senders, and no rank of a server maps memory of another GPU.
+        """
+        servers = self.config.rollout.sglang
+        if not self.config.rollout.colocated:
+            cells = min(servers.servers, _MOST_CELLS, self.team.devices)
+            groups = f"NCCL's groups with {count(cells, 'cell')} of servers"
+            return [Term(groups, cells * CELL_BYTES, "rollout.sglang.servers", 0.0)]
+        stored = self.facts.parameters * BYTES[self._dtype] / servers.ranks
+        buffers = min(2 * self.config.sync.bucket_mb * 1e6, stored)
+        return [
+            term(
+                "buffers that the server rank on a GPU copies from", buffers, "sync.bucket_mb, rollout.sglang.tp_size"
+            ),
+            Term("NCCL's group of all trainer ranks for new weights", CELL_BYTES, "sync.transport", 0.0),
+        ]
+
     def passing(self) -> list[Term]:
         """Return the terms of device memory that are in use only during a weight update."""
         terms: list[Term] = []
-        if self.config.rollout.colocated and max(self._here, self.config.rollout.sglang.ranks) > 1:
+        alone = max(self._here, self.config.rollout.sglang.ranks) == 1
+        if self.config.rollout.colocated and not alone and not self.config.sends_shards:
             terms.append(Term("a bucket on its way into a server", max(self.buffers()), "sync.bucket_mb", 0.0))
         if self.config.sync.verify != "off":
             parts = 2 if self.team.parallel.tp > 1 else 1

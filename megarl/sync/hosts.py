@@ -13,7 +13,13 @@ from megarl.system.processes import LOOPBACK, is_address_here
 
 
 def choose_transport(
-    wanted: str, receivers: Sequence[str], trainers: set[str], cannot_map: str = "", spread: str = ""
+    wanted: str,
+    receivers: Sequence[str],
+    trainers: set[str],
+    cannot_map: str = "",
+    spread: str = "",
+    *,
+    colocated: bool = False,
 ) -> str:
     """Return the transport `wanted` (`sync.transport`), or for `auto` the best possible transport.
 
@@ -22,6 +28,7 @@ def choose_transport(
         trainers: hosts of trainer ranks.
         cannot_map: why receivers cannot map the trainer's memory even on the same host; empty if they can.
         spread: why one host cannot reach all ranks of a receiver; empty if they are on one host.
+        colocated: whether the receivers share the trainer's GPUs.
 
     Raises:
         ConfigError: the recipe's transport needs memory shared with a receiver, and there is none.
@@ -31,11 +38,13 @@ def choose_transport(
             spread,
             where="sync.transport",
             found=wanted,
-            allowed="auto, distributed, disk or shards",
+            allowed="auto, disk or shards" if colocated else "auto, distributed, disk or shards",
             fix="set sync.transport=auto",
         )
     cannot_map = cannot_map or spread
     away = [host for host in receivers if host not in trainers]
+    if wanted == "auto" and spread and colocated:
+        return "shards"  # nccl of `distributed` joins no two processes on one GPU
     if wanted == "auto":
         return "distributed" if away or cannot_map else "tensor"
     if wanted == "tensor" and (away or cannot_map):

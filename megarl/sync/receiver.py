@@ -84,6 +84,7 @@ class ShardUpdate:
         group: the cell as a JSON object (`megarl.sync.shards.exchange.ServerCell`).
         backend: gloo or nccl.
         hashed: whether each rank writes hashes of its parameters to the store.
+        proxied: whether each rank copies what the trainer rank on its GPU receives for it, and joins no group.
     """
 
     meeting: ShardMeeting
@@ -93,6 +94,7 @@ class ShardUpdate:
     group: dict[str, Any]
     backend: str
     hashed: bool = False
+    proxied: bool = False
 
 
 class ReceiverLayout(Protocol):
@@ -234,6 +236,10 @@ class Receivers(Protocol):
     @property
     def spread(self) -> str:
         """Why one host cannot reach all ranks of a receiver; empty if each receiver is on one host."""
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the receivers run on the trainer's GPUs; on a CPU whether they are to be updated as if they did."""
 
     @property
     def takes_draft(self) -> bool:

@@ -36,6 +36,7 @@ from megarl.sync.plan import TrainerRank, holdings, make_plan
 from megarl.sync.protocol import ReceiverUpdate, failure, holds_last_version, version_tag
 from megarl.sync.receiver import Checksums, Receiver, Receivers, UpdateStep
 from megarl.sync.sender import BucketSender, SyncReport
+from megarl.sync.shards.handover import device_name
 from megarl.sync.shards.transfer import ShardReceiver, ShardTransfer
 from megarl.sync.source import Pieces, Source
 from megarl.sync.transports.base import Transport
@@ -78,16 +79,21 @@ class WeightSync:
         self.run = world.broadcast_json(secrets.token_hex(4))  # names this run in version tags
         model_dtype = chunks[0].config.params_dtype
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
-        if config.transport == "shards":
-            refuse_shards(receivers, adapters=chunks[0].config.lora is not None)
         ranks = layout_of_all(coordinate(chunks), world)
         self.table = chunks[0].weight_table.without_draft()
         sent = chunks[0].weight_table if receivers.takes_draft else self.table
         names, addresses = hosts_of_ranks(world)
         hosts = hosts_of_receivers([receiver.url for receiver in receivers.all], names, addresses, world)
         self.transport_name = choose_transport(
-            config.transport, hosts, set(names.values()), receivers.cannot_map, receivers.spread
+            config.transport,
+            hosts,
+            set(names.values()),
+            receivers.cannot_map,
+            receivers.spread,
+            colocated=receivers.colocated,
         )
+        if self.transport_name == "shards":
+            refuse_shards(receivers, adapters=chunks[0].config.lora is not None)
         kind, gpus = TRANSPORTS[self.transport_name], world.all_gather_json(gpu_name())
         self.plan = make_plan(
             holdings(sent, ranks),
@@ -151,8 +157,10 @@ class WeightSync:
         limit = self.config.timeout_s
         if self.transport_name == "shards":
             machines, address = place_of_store(self.config.address, self.world)
-            shards = own_shards(self.chunks, self.table, ranks, machines, str(self.dtype).removeprefix("torch."))
-            rounds = planner(self.config.bucket_mb * 10**6)
+            colocated, wire = self.receivers.colocated, str(self.dtype).removeprefix("torch.")
+            gpus = self.world.all_gather_json(device_name(device())) if colocated else None
+            shards = own_shards(self.chunks, self.table, ranks, machines, wire, gpus)
+            rounds = planner(self.config.bucket_mb * 10**6, colocated=colocated)
             return ShardsTransport(ShardTransfer(shards, rounds, self.world, self.run, limit, address))
         if self.transport_name == "tensor":
             return TensorTransport(self.plan, device(), limit)

@@ -465,6 +465,7 @@ def test_every_dtype_that_can_be_chosen_is_known(section) -> None:
         (["sync.transport=distributed"], 8, True),
         ([], 8, True),  # auto, to servers with GPUs of their own
         (["rollout.sglang.colocated=true"], 8, False),
+        (["rollout.sglang.colocated=true", "sync.transport=shards"], 8, False),
         (["sync.transport=disk"], 8, False),
         (["sync.transport=distributed"], 0, False),  # gloo
     ],
@@ -518,10 +519,11 @@ def test_interrupted_samples_must_fit_when_they_are_sent_again(failures, on) -> 
 NODES = ("cluster={nproc: 4, nnodes: 2}", "rollout.sglang={servers: 1, tp_size: 2, nnodes: 2}", "data.batch_size=16")
 
 
-def test_a_server_on_two_machines_passes(failures, on) -> None:
+@pytest.mark.parametrize("transport", ["disk", "shards", "auto"])
+def test_a_server_on_two_machines_passes(failures, on, transport) -> None:
     assert failures(*on, *NODES) == []
     assert failures(*on, *NODES, "sync.transport=disk", "rollout.sglang.gpus=[2]") == []
-    shared = ["rollout.sglang.colocated=true", "sync.transport=disk", "cluster.device_memory_gb=80"]
+    shared = ["rollout.sglang.colocated=true", f"sync.transport={transport}", "cluster.device_memory_gb=80"]
     assert failures(*on, *NODES, *shared, "rollout.sglang.servers=2") == []
     (check,) = failures(*on, *NODES, *shared, "rollout.sglang.servers=3")
     assert (check.key, check.fix) == ("rollout.sglang.servers", "set rollout.sglang.servers=2")
@@ -532,7 +534,6 @@ def test_a_server_on_two_machines_passes(failures, on) -> None:
     [
         ("rollout.sglang.tp_size=3", "rollout.sglang.nnodes", ["share its 3 tensor-parallel ranks", "1, 3"]),
         ("cluster={nproc: 2, nnodes: 1}", "rollout.sglang.nnodes", ["the run has 1 machine", "at most 1"]),
-        ("rollout.sglang.colocated=true", "rollout.sglang.nnodes", ["memory of one machine", "colocated=false"]),
         ("sync.transport=tensor", "sync.transport", ["memory of one of them", "sync.transport=distributed"]),
         ("sync.transport=delta", "sync.transport", ["memory of one of them"]),
         ("rollout.sglang.extra_args=[--node-rank=1]", "rollout.sglang.extra_args", ["--node-rank"]),
@@ -548,6 +549,28 @@ def test_what_a_server_on_two_machines_cannot_do_is_refused(failures, on, overri
     found = {check.key: check for check in failures(*on, *NODES, override)}
     said = str(found[key].problem())
     assert [word for word in words if word not in said] == [], said
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "fix"),
+    [
+        ("sync.transport=distributed", "sync.transport", "set sync.transport=shards"),
+        ("sync.transport=tensor", "sync.transport", "set sync.transport=shards"),
+        ("model.lora={rank: 2}", "model.lora", "set sync.transport=disk"),
+    ],
+)
+def test_a_server_on_the_trainers_gpus_of_two_machines_gets_weights_by_shards_or_disk(
+    failures, on, override, key, fix
+) -> None:
+    found = {check.key: check for check in failures(*on, *NODES, "rollout.sglang.colocated=true", override)}
+    assert found[key].fix == fix
+
+
+def test_each_rank_of_a_server_on_the_trainers_processors_has_a_trainer_rank(failures, on) -> None:
+    shared = ["rollout.sglang.colocated=true", "sync.transport=shards", "rollout.sglang.servers=2"]
+    assert failures(*on, *shared, "cluster.nproc=2") == []
+    (check,) = failures(*on, *shared)
+    assert check.key == "rollout.sglang.servers"
 
 
 @pytest.mark.parametrize(("path", "same"), [("model", True), ("./model", True), ("other", False), (None, False)])

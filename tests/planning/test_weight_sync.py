@@ -71,6 +71,15 @@ def test_colocated_servers_count_in_every_moment_and_their_contexts_on_other_gpu
     found = {term.what: term.bytes for moment in memory.moments for term in moment.terms if moment.name != "a server"}
     assert found["NCCL's groups with 2 cells of servers"] == 2 * 0.15e9
     assert not any("slices" in what for what in found)
+    proxies = recipe("cluster.nproc=4", "actor.parallel.tp=2", "rollout.sglang={servers: 2, tp_size: 2}", shards[0])
+    memory = device_memory(proxies, sizes_of(proxies), together(proxies).teams[0], gpu=True)
+    for moment in memory.moments:
+        terms = {term.what: term.bytes for term in moment.terms}
+        assert terms["a server's context and workspaces"] == 1.5e9, moment.name
+        assert terms["NCCL's group of all trainer ranks for new weights"] == 0.15e9
+        stored = model_facts(proxies.model).parameters * 2 / 2  # bf16, half on each of two ranks
+        assert terms["buffers that the server rank on a GPU copies from"] == stored
+        assert not any("contexts" in what or "slices" in what or "on its way" in what for what in terms)
     disk = recipe("sync.transport=disk", "sync.verify=off")
     (moment,) = [
         m for m in device_memory(disk, sizes_of(disk), together(disk).teams[0], gpu=True).moments if "new" in m.name

@@ -37,6 +37,21 @@ def end_in_round(number: int, kind: signal.Signals, step: str = "_start") -> Non
     setattr(runner, step, counting)
 
 
+def end_in_copy(number: int, kind: signal.Signals) -> None:
+    """Send this process `kind` when it is to copy its round `number` from the buffer of the trainer rank on its GPU."""
+    handover, left = loader_module("megarl_shards").handover, [number]
+    wait_for = handover.wait_for
+
+    def counting(*args: Any) -> str | None:
+        why = wait_for(*args)
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), kind)
+        return why
+
+    handover.wait_for = counting
+
+
 class FaultyReceiver(Receiver):
     def __init__(self, fault: str) -> None:
         super().__init__()
@@ -47,7 +62,9 @@ class FaultyReceiver(Receiver):
             self.do_update_weights_from_disk(self.value, "auto", False)
 
         if self.kind in ("killed", "stopped"):
-            end_in_round(self.left, signal.SIGKILL if self.kind == "killed" else signal.SIGSTOP)
+            kind = signal.SIGKILL if self.kind == "killed" else signal.SIGSTOP
+            end_in_round(self.left, kind)
+            end_in_copy(self.left, kind)
         if self.kind == "away":
             socket.gethostname = lambda: "another machine"
             end_in_round(self.left, signal.SIGKILL, "_start_gather")

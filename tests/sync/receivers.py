@@ -33,10 +33,10 @@ class ToldFleet(Fleet):
         self.told.append((server.api.name, why))
 
 
-def fleet_of(urls: list[str], *, external: bool = False) -> ToldFleet:
-    """`external`: the servers outlive the trainer, so they are given a keeper."""
+def fleet_of(urls: list[str], *, external: bool = False, colocated: bool = False) -> ToldFleet:
+    """`external`: the servers outlive the trainer, so they are given a keeper; `colocated`: on the trainer's GPUs."""
     servers = [Server(i, ServerApi(url, None, f"server {i}"), "catching_up") for i, url in enumerate(urls)]
-    return ToldFleet(servers, SGLangConfig(urls=urls if external else []))
+    return ToldFleet(servers, SGLangConfig(urls=urls if external else [], colocated=colocated))
 
 
 def weight_sync(

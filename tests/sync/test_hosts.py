@@ -230,6 +230,8 @@ def test_shared_memory_needs_a_trainer_on_every_servers_host():
 def test_a_server_on_several_machines_takes_nothing_through_the_memory_of_one() -> None:
     for wanted, chosen in {"auto": "distributed", "distributed": "distributed", "disk": "disk"}.items():
         assert choose_transport(wanted, ["a"], {"a"}, spread=SPREAD) == chosen
+    assert choose_transport("auto", ["a"], {"a"}, spread=SPREAD, colocated=True) == "shards"
+    assert choose_transport("auto", ["a"], {"a"}, colocated=True) == "tensor"
     for wanted in ("tensor", "delta"):
         with pytest.raises(ConfigError, match=r"rollout\.sglang\.nnodes"):
             choose_transport(wanted, ["a"], {"a"}, spread=SPREAD)

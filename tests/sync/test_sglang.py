@@ -239,8 +239,10 @@ def push_scaled(
             for chunk in chunks:
                 for param in chunk.parameters():
                     param.mul_(1 + number / 7)
-        fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
-        config = SyncConfig(**{"transport": "tensor", "verify": "every", "timeout_s": 60.0, **settings})
+        colocated = settings.get("transport") == PROXIED
+        fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig(colocated=colocated))
+        changes = {"transport": "shards"} if colocated else {}
+        config = SyncConfig(**{"transport": "tensor", "verify": "every", "timeout_s": 60.0, **settings, **changes})
         sync = weight_sync(chunks, fleet, config, run_dir, tp, groups)
         found.append(dataclasses.asdict(sync.push(number)))
         sync.close()
@@ -249,6 +251,7 @@ def push_scaled(
 
 #: Latent attention and shared experts; transformers' norms of latents ignore any other `rms_norm_eps`.
 NARROW = {"moe_intermediate_size": 64, "n_shared_experts": 1, "rms_norm_eps": 1e-6, "first_k_dense_replace": 1}
+PROXIED = "shards, as on the trainer's GPUs"
 PP2, VPP2, TP2_PP2 = {"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}
 
 
@@ -298,10 +301,13 @@ def test_other_architectures_and_layouts(tmp_path, name, changes, layouts, param
 
 
 #: Layouts and transports by the number of the trainer's processes.
-HALVES = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), ({"tp": 2}, "shards")]}
-BOTH = {4: [(TP2_PP2, "tensor"), (TP2_PP2, "distributed"), (TP2_PP2, "shards")]}
+HALVES = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), ({"tp": 2}, "shards"), (PP2, PROXIED)]}
+BOTH = {4: [(TP2_PP2, "tensor"), (TP2_PP2, "distributed"), (TP2_PP2, "shards"), (TP2_PP2, PROXIED)]}
 ONE = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), (VPP2, "tensor")], **BOTH}
-EVERY = {2: [(layout, way) for layout in ({"tp": 2}, PP2, VPP2) for way in ("tensor", "distributed", "shards")], **BOTH}
+EVERY = {
+    2: [(layout, way) for layout in ({"tp": 2}, PP2, VPP2) for way in ("tensor", "distributed", "shards", PROXIED)],
+    **BOTH,
+}
 
 
 @pytest.mark.parametrize(
@@ -365,7 +371,12 @@ def assert_groups_drop_and_abort(api: ServerApi) -> None:
     api.call("/flush_cache?timeout=30", deadline_s=60.0, phase="test")
 
 
-MANY = {2: [({"tp": 2}, "tensor"), (PP2, "distributed"), ({"ep": 2}, "disk"), (PP2, "delta"), ({"tp": 2}, "shards")]}
+MANY = {
+    2: [
+        *(({"tp": 2}, "tensor"), (PP2, "distributed"), ({"ep": 2}, "disk"), (PP2, "delta")),
+        *(({"tp": 2}, "shards"), ({"ep": 2}, PROXIED)),
+    ]
+}
 TIED = {2: [({"tp": 2}, "tensor"), (PP2, "delta"), ({"tp": 2}, "shards")]}
 
 

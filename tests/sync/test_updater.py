@@ -51,7 +51,7 @@ def push_twice(folder: str, run_dir: str, urls: list[str], cases: list[tuple[dic
     for layout, settings in cases:
         fresh_parallel(**layout)
         chunks = build_tiny(folder, **layout)
-        fleet = fleet_of(urls)
+        fleet = fleet_of(urls, colocated=settings.pop("colocated", False))
         sync = weight_sync(chunks, fleet, SyncConfig(**(SETTINGS | settings)), run_dir)
         reports = [sync.push(1)]
         with torch.no_grad():
@@ -105,6 +105,35 @@ def test_every_server_holds_the_new_weights(tmp_path, transport, layouts):
                 assert (state["version"], state["paused"], state["open"]) == ("2", False, False)
     if transport == "disk":
         assert sorted(path.name for path in (tmp_path / "sync").iterdir()) == ["v00000001", "v00000002"]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    "layout", [TP2, *(pytest.param(layout, marks=pytest.mark.campaign("teams")) for layout in (PP2, DP2))]
+)
+def test_servers_on_the_trainers_gpus_copy_what_its_ranks_receive(tmp_path, layout):
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000, num_hidden_layers=2)
+    cases = [(layout, {"transport": "shards", "bucket_mb": 1, "verify": "off", "colocated": True})]
+    with receivers(tmp_path / "r", 2) as urls:
+        ranks = run_distributed(push_twice, 2, 120, str(tmp_path / "model"), str(tmp_path), urls, cases)
+        for ((first, second, *_),) in ranks:
+            assert (first["failed"], first["updated"], second["updated"]) == ({}, [0, 1], [0, 1])
+        for url in urls:
+            assert_holds(url, tmp_path / "model", tmp_path, plus=1.0)
+
+
+@pytest.mark.procs
+@pytest.mark.campaign("durability")
+@pytest.mark.parametrize("fault", ["killed:2", "stopped:2", "refuse:2", "hang:2"])
+def test_a_server_on_the_trainers_gpus_that_is_gone_does_not_stop_the_others(tmp_path, fault):
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)
+    cases = [(TP2, {"transport": "shards", "bucket_mb": 1, "colocated": True})]  # several rounds
+    with receivers(tmp_path / "r", 2, {1: fault}) as urls:
+        ranks = run_distributed(push_twice, 2, 120, str(tmp_path / "model"), str(tmp_path), urls, cases)
+        for ((first, second, _, _),) in ranks:
+            assert first["updated"] == second["updated"] == [0]
+            assert "update from shard to shard" in first["failed"]["1"]
+        assert_holds(urls[0], tmp_path / "model", tmp_path, plus=1.0)
 
 
 @pytest.mark.procs
@@ -217,7 +246,9 @@ def push_to_restarted(folder: str, run_dir: str, urls: list[str], transport: str
 
     fresh_parallel()
     chunks = build_tiny(folder)
-    config, fleet = SyncConfig(**(SETTINGS | {"transport": transport})), fleet_of(urls[:1])
+    colocated = transport == "shards, colocated"
+    config = SyncConfig(**(SETTINGS | {"transport": transport.partition(",")[0]}))
+    fleet = fleet_of(urls[:1], colocated=colocated)
     sync = weight_sync(chunks, fleet, config, run_dir)
     sync.push(1)
     server = fleet.servers[0]
@@ -230,7 +261,11 @@ def push_to_restarted(folder: str, run_dir: str, urls: list[str], transport: str
 @pytest.mark.procs
 @pytest.mark.parametrize(
     "transport",
-    split("durability", ["tensor", "distributed", "disk", "delta", "shards"], ("tensor", "delta", "shards")),
+    split(
+        "durability",
+        ["tensor", "distributed", "disk", "delta", "shards", "shards, colocated"],
+        ("tensor", "delta", "shards"),
+    ),
 )
 def test_a_restarted_server_gets_everything(tmp_path, transport):
     save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000, num_hidden_layers=2)

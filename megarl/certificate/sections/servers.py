@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.runtime.rank_state import RankState
     from megarl.sync.plan import SyncPlan
 
-TRANSPORTS = ("tensor", "distributed", "disk", "delta")
+TRANSPORTS = ("tensor", "distributed", "disk", "delta", "shards")
 _UPDATES = 3
 _PROMPTS = 8
 #: Limits for the difference between log-probs of servers and trainer: in float32 2e-5 was measured on a CPU; bf16 keeps
@@ -127,6 +127,8 @@ def _crossings_here(c: RankState) -> list[str]:
     if not present:
         return []
     assert isinstance(c.link, OwnServers), "one team starts and fills the servers"
+    if c.link.sync.transport_name == "shards":  # refuses a server rank without a trainer rank on its GPU
+        return []
     names = visible_gpus(os.environ) or [str(number) for number in range(present)]
     count = servers.servers
     gpus_of_servers = [

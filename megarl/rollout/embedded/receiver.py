@@ -185,7 +185,7 @@ class EngineReceivers:
 
     def __init__(self, receivers: Sequence[EngineReceiver], cannot_map: str = "") -> None:
         self.all, self.cannot_map, self.spread = list(receivers), cannot_map, ""
-        self.takes_draft = False
+        self.takes_draft = self.colocated = False
         self.takes_no_shards = "embedded engines take whole tensors"
 
     @classmethod

@@ -145,8 +145,8 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
                 allowed="auto, tensor or disk with rollout.sglang.colocated",
                 fix="set sync.transport=auto, or rollout.sglang.colocated=false",
             )
-        broadcast = config.sync.transport in ("distributed", "shards") or (
-            config.sync.transport == "auto" and not servers.colocated
+        broadcast = config.sync.transport == "distributed" or (
+            config.sync.transport in ("auto", "shards") and not servers.colocated
         )
         if here and nvidia_devices() and not hidden:
             _check_cuda(config, python, checks)
@@ -255,23 +255,22 @@ def _check_nodes(config: RunConfig, checks: Checklist) -> None:
             allowed=f"at most {machines}",
             fix=f"set {key}={machines}, or give the run more machines",
         )
-    if servers.colocated and config.sync.transport != "disk":
+    if servers.colocated and config.sync.transport == "distributed":
         checks.fail(
-            key,
-            "a colocated server receives weights through the memory of one machine or by disk, so it cannot be on "
-            f"several with sync.transport={config.sync.transport}",
-            found=servers.nnodes,
-            allowed="1 with rollout.sglang.colocated, or sync.transport=disk",
-            fix="set sync.transport=disk; or rollout.sglang.colocated=false, and give the servers GPUs of their own; "
-            f"or {key}=1, and tp_size at most the GPUs of one machine",
+            "sync.transport",
+            "NCCL cannot join a colocated server's ranks and the trainer's, which are on the same GPUs",
+            found="distributed",
+            allowed="auto, shards or disk with rollout.sglang.colocated and nnodes > 1",
+            fix="set sync.transport=shards",
         )
     elif config.sync.transport in ("tensor", "delta"):
+        others = ["shards", "disk"] if servers.colocated else ["distributed", "disk", "shards"]
         checks.fail(
             "sync.transport",
             f"a server on {count(servers.nnodes, 'machine')} cannot receive weights through the memory of one of them",
             found=config.sync.transport,
-            allowed="auto, distributed, disk or shards with rollout.sglang.nnodes > 1",
-            fix="set sync.transport=distributed",
+            allowed=f"auto, {others[0]}, {' or '.join(others[1:])} with rollout.sglang.nnodes > 1",
+            fix=f"set sync.transport={others[0]}",
         )
 
 
@@ -590,26 +589,25 @@ def _check_pause(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_shards(config: RunConfig, checks: Checklist) -> None:
-    """Check that no setting prevents `sync.transport=shards`, where trainer ranks send weights directly to server
+    """Check that no setting prevents updates from shard to shard, where trainer ranks send weights directly to server
     ranks."""
+    if not config.sends_shards:
+        return
+    servers = config.rollout.sglang
     obstacles = {
         "sync.fp8": (config.sync.fp8, "projections are not quantised on the way from shard to shard", False),
         "model.lora": (config.model.lora is not None, "weights merged with adapters lie in no parameter", None),
-        "rollout.sglang.colocated": (
-            config.rollout.sglang.colocated,
-            "a colocated server's ranks and the trainer's would be two ranks of one NCCL group on the same GPU",
-            False,
-        ),
         "rollout.sglang.speculative": (serves_own_draft(config), "a draft head that is trained goes whole", None),
     }
+    transport = "sync.transport=shards" if config.sync.transport == "shards" else "sync.transport=auto, here shards,"
     for key, (is_set, why, allowed) in obstacles.items():
-        if config.sync.transport == "shards" and is_set:
+        if is_set:
             checks.fail(
                 key,
-                f"{why}, so sync.transport=shards cannot be used",
+                f"{why}, so {transport} cannot be used",
                 found="set" if allowed is None else True,
                 allowed="null" if allowed is None else allowed,
-                fix="set sync.transport=auto",
+                fix=f"set sync.transport={'disk' if servers.colocated and servers.nnodes > 1 else 'auto'}",
             )
 
 

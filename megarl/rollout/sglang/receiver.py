@@ -312,6 +312,11 @@ class SglangReceivers:
         return SPREAD if self.fleet.config.nnodes > 1 else ""
 
     @property
+    def colocated(self) -> bool:
+        """Whether the servers share the trainer's GPUs (`rollout.sglang.colocated`)."""
+        return self.fleet.config.colocated
+
+    @property
     def takes_no_shards(self) -> str:
         """Why servers cannot take weights directly from the trainer's ranks (`sync.transport=shards`); empty if they
         can."""

@@ -235,9 +235,6 @@ def _filled(levels: list[float], slopes: list[float], amount: float, grain: floa
 
 def nearest(holders: Sequence[int], places: Sequence[GpuPlace], receiver: GpuPlace) -> Sequence[int]:
     """Return which of the ranks `holders` may send a box (a part of a tensor) that all of them hold: the ranks on the
-    receiver's GPU; if there are none, the ranks on the receiver's machine; else all.
-
-    Runs have no receivers on the trainer's GPUs, but plans of published models do.
-    """
+    receiver's GPU; if there are none, the ranks on the receiver's machine; else all."""
     here = [rank for rank in holders if places[rank].machine == receiver.machine]
     return [rank for rank in here if places[rank].gpu == receiver.gpu] or here or holders

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,8 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-_POLL_S = 0.05  # seconds between two checks of a round in flight on a CPU, or of a group that is being joined
-_POLL_DEVICE_S = 0.0001
+POLL_S = 0.05  # seconds between two checks of a round in flight on a CPU, or of a group that is being joined
+POLL_DEVICE_S = 0.0001
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
 
@@ -217,7 +217,7 @@ def _watched(
 
     threading.Thread(target=run, name=what.partition(" ")[0], daemon=True).start()
     end = time.monotonic() + timeout_s
-    while not wait([returned], _POLL_S).done:
+    while not wait([returned], POLL_S).done:
         # If the future cannot be cancelled, the call has just returned, and the loop ends.
         if (why := look()) is not None and returned.cancel():
             raise RoundFailed(f"{what}: {why}")
@@ -311,39 +311,75 @@ class Round:
         return sum(message.data.nbytes for message in self.messages)
 
 
-def rounds_of_sender(tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str]) -> list[Round]:
+def rounds_of_sender(
+    tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str], local: Mapping[int, Tensor] | None = None
+) -> list[Round]:
     """Return the rounds of a trainer rank.
 
     Args:
         tables: arrays of the `TransferProgram` of this rank, by name.
         parameters: parameters in the order of the rank's `ParameterTable`.
         dtypes: dtype on the wire of each tensor in `TensorTable`.
+        local: by row, the messages that this rank does not send but packs into a buffer from which a server rank on its
+            GPU copies them: uint8, the message's part of this buffer.
     """
-    return _rounds(tables, parameters, dtypes, None)
+    local = local or {}
+    buffers = [torch.empty(size, dtype=torch.uint8, device=parameters[0].device) for size in buffer_sizes(tables)]
+    rounds, data = _messages(tables, buffers, None)
+    for row, part in local.items():
+        data[row].data = part
+    unsent = {id(data[row]) for row in local}
+    for now in rounds:
+        now.messages = [message for message in now.messages if id(message) not in unsent]
+    _add_copies(rounds, data, tables, parameters, dtypes, "links")
+    return rounds
 
 
 def rounds_of_receiver(
-    tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str], who: tuple[int, int]
+    tables: Tables,
+    parameters: Sequence[Tensor],
+    dtypes: Sequence[str],
+    who: tuple[int, int],
+    buffers: Sequence[Tensor] | None = None,
 ) -> list[Round]:
-    """Return the rounds of server rank `who` (server, rank); the other arguments are those of `rounds_of_sender`."""
-    return _rounds(tables, parameters, dtypes, who)
+    """Return the rounds of server rank `who` (server, rank).
+
+    Args:
+        tables, parameters, dtypes: as for `rounds_of_sender`.
+        buffers: the buffers of rounds with even and with odd numbers, into which another process receives the messages;
+            None: this process makes them, and receives the messages.
+    """
+    if buffers is None:
+        sizes = buffer_sizes(tables, receives=True)
+        buffers = [torch.empty(size, dtype=torch.uint8, device=parameters[0].device) for size in sizes]
+    rounds, data = _messages(tables, buffers, who)
+    _add_copies(rounds, data, tables, parameters, dtypes, "targets")
+    return rounds
 
 
-def _rounds(
-    tables: Tables, parameters: Sequence[Tensor], dtypes: Sequence[str], who: tuple[int, int] | None
-) -> list[Round]:
-    """Return the rounds of a receiver, or those of a sender if `who` is None."""
+def rounds_of_proxy(tables: Tables, buffers: Sequence[Tensor], who: tuple[int, int]) -> list[Round]:
+    """Return the rounds in which a trainer rank receives the messages of server rank `who` (server, rank) into
+    `buffers`, those of rounds with even and with odd numbers, without copying them to parameters.
+
+    `tables`: as for `rounds_of_sender`.
+    """
+    return _messages(tables, buffers, who)[0]
+
+
+def _messages(
+    tables: Tables, buffers: Sequence[Tensor], who: tuple[int, int] | None
+) -> tuple[list[Round], list[RoundMessage]]:
+    """Return the rounds of a receiver, or those of a sender if `who` is None, without copies, and all messages in the
+    order of the tables."""
     sends = who is None
     at = tables["messages.send_at" if sends else "messages.receive_at"].tolist()
     sizes, number = tables["messages.nbytes"].tolist(), tables["messages.round"].tolist()
-    buffers = _buffers(tables, at, parameters[0].device)
     rounds = [
         Round(cell, f"round {part} of phase {phase}", place % 2)
         for place, (phase, part, cell) in enumerate(
             zip(*(tables[f"rounds.{key}"].tolist() for key in ("phase", "number", "cell")), strict=True)
         )
     ]
-    copies = _copies(tables, parameters, sends=sends)
     ends = zip(*(tables[f"messages.{key}"].tolist() for key in ("sender", "server", "receiver")), strict=True)
     data = []
     for place, nbytes, turn, (sender, *receiver) in zip(at, sizes, number, ends, strict=True):
@@ -355,33 +391,47 @@ def _rounds(
         data.append(message)
     if who is not None:
         _add_stripes(rounds, tables, buffers, who)
-    links = zip(*(tables[f"links.{key}"].tolist() for key in ("message", "start", "nbytes", "tensor")), strict=True)
-    for link, (message, start, nbytes, tensor) in enumerate(links):
-        for view in copies.get(link, ()):
-            if at[message] < 0:  # the message needs no buffer: its data is the parameter's own memory
-                flat = view.as_strided((view.numel(),), (1,), view.storage_offset())
-                data[message].data = flat.view(torch.uint8)
-                continue
-            part = data[message].data[start : start + nbytes].view(getattr(torch, dtypes[tensor])).view(view.shape)
-            rounds[number[message]].parameters.append(view)
-            rounds[number[message]].parts.append(part)
-    return rounds
+    return rounds, data
 
 
-def _buffers(tables: Tables, at: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return the two buffers, uint8: that of rounds with even numbers in the table, and that of odd ones.
+def _add_copies(
+    rounds: Sequence[Round],
+    data: Sequence[RoundMessage],
+    tables: Tables,
+    parameters: Sequence[Tensor],
+    dtypes: Sequence[str],
+    table: Literal["links", "targets"],
+) -> None:
+    """Set in each round what is copied between parameters and buffer.
 
     Args:
-        at: first byte of each message in its buffer; -1: the message needs no buffer.
+        data: the messages in the order of the tables.
+        table: which table has the places in `parameters`: that of a sender, or that of a receiver.
     """
+    number = tables["messages.round"].tolist()
+    copies = _copies(tables, parameters, sends=table == "links")
+    links = zip(*(tables[f"links.{key}"].tolist() for key in ("message", "start", "nbytes", "tensor")), strict=True)
+    for link, (row, start, nbytes, tensor) in enumerate(links):
+        for view in copies.get(link, ()):
+            if not data[row].data.numel():  # the message needs no buffer: its data is the parameter's own memory
+                flat = view.as_strided((view.numel(),), (1,), view.storage_offset())
+                data[row].data = flat.view(torch.uint8)
+                continue
+            part = data[row].data[start : start + nbytes].view(getattr(torch, dtypes[tensor])).view(view.shape)
+            rounds[number[row]].parameters.append(view)
+            rounds[number[row]].parts.append(part)
+
+
+def buffer_sizes(tables: Tables, *, receives: bool = False) -> tuple[int, int]:
+    """Return the bytes of the two buffers of a sender or of a receiver: that of rounds with even numbers in the tables,
+    and that of odd ones."""
     ends = [[0], [0]]
-    for place, nbytes, turn in zip(
-        at, tables["messages.nbytes"].tolist(), tables["messages.round"].tolist(), strict=True
-    ):
+    columns = ("messages.receive_at" if receives else "messages.send_at", "messages.nbytes", "messages.round")
+    for place, nbytes, turn in zip(*(tables[column].tolist() for column in columns), strict=True):
         ends[turn % 2].append(place + nbytes if place >= 0 else 0)
     for place, nbytes, turn in zip(*(tables[f"fans.{key}"].tolist() for key in ("at", "stripe", "round")), strict=True):
         ends[turn % 2].append(place + nbytes)
-    return [torch.empty(max(part), dtype=torch.uint8, device=device) for part in ends]
+    return max(ends[0]), max(ends[1])
 
 
 def _add_stripes(rounds: Sequence[Round], tables: Tables, buffers: Sequence[Tensor], who: tuple[int, int]) -> None:
@@ -526,7 +576,7 @@ class RoundRunner:
         try:
             return dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            self._give_up(now.cell, f"{what}: {_first_line(error)}", groups)
+            self._give_up(now.cell, f"{what}: {first_line(error)}", groups)
             return []
 
     def _end(
@@ -557,8 +607,8 @@ class RoundRunner:
         if not works or now.cell in self.failed:
             return False
         end = time.monotonic() + self.deadline_s
-        part: Future[None] | None = None if now.on_device else _waited_for(works)
-        while not _ended(works, part, _POLL_DEVICE_S if now.on_device else _POLL_S):
+        part: Future[None] | None = None if now.on_device else waited_for(works)
+        while not ended(works, part, POLL_DEVICE_S if now.on_device else POLL_S):
             why = self.look(now.cell)
             if why is None and time.monotonic() > end:
                 why = f"not done within {self.deadline_s:g} s"
@@ -569,9 +619,9 @@ class RoundRunner:
             if part is not None:
                 part.result()
             else:
-                _check_device(works)
+                check_device(works)
         except RuntimeError as error:
-            self._give_up(now.cell, f"{what()}: {_first_line(error)}", groups)
+            self._give_up(now.cell, f"{what()}: {first_line(error)}", groups)
             return False
         return True
 
@@ -584,7 +634,7 @@ class RoundRunner:
             abort(self.machine.group)
 
 
-def _waited_for(works: Sequence[dist.Work]) -> Future[None]:
+def waited_for(works: Sequence[dist.Work]) -> Future[None]:
     """Wait for gloo's `works` in a daemon thread, because gloo may wait forever if another rank is gone."""
     part: Future[None] = Future()
 
@@ -600,7 +650,7 @@ def _waited_for(works: Sequence[dist.Work]) -> Future[None]:
     return part
 
 
-def _ended(works: Sequence[dist.Work], part: Future[None] | None, poll_s: float) -> bool:
+def ended(works: Sequence[dist.Work], part: Future[None] | None, poll_s: float) -> bool:
     """Wait for `poll_s` seconds at most, and return whether all `works` have ended.
 
     Args:
@@ -616,7 +666,7 @@ def _ended(works: Sequence[dist.Work], part: Future[None] | None, poll_s: float)
     return False
 
 
-def _check_device(works: Sequence[dist.Work]) -> None:
+def check_device(works: Sequence[dist.Work]) -> None:
     """Raise the first error of nccl's `works`, because their wait() does not; make the current stream wait for them."""
     for work in works:
         error = work.exception()
@@ -625,7 +675,8 @@ def _check_device(works: Sequence[dist.Work]) -> None:
         work.wait()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; torch adds a stack trace."""
     return str(error).partition("\n")[0]
 
 

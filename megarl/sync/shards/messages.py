@@ -25,6 +25,7 @@ class SentParts:
             one; -1: only the receiver needs the part.
         nbytes: bytes on the wire.
         direct: bool [n], whether the part is sent and received without buffers.
+        local: bool [n], whether the sender packs the part into the receiver's buffer, which is on its GPU.
     """
 
     cell: Array
@@ -35,6 +36,7 @@ class SentParts:
     fan: Array
     nbytes: Array
     direct: Array
+    local: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,9 @@ def lay_out(sent: SentParts, receivers: Sequence[ReceivingRank], fans: Sequence[
     last = np.append(lead[1:], len(order)) - 1
     size = start[last] + nbytes[last]
     rounds = RoundTable(*(values[new_round] for values in (phase, number, cell)))
-    columns = _MessageColumns(round_of_part[lead], sender[lead], receiver[lead], size, direct[lead], fan[lead])
+    columns = _MessageColumns(
+        round_of_part[lead], sender[lead], receiver[lead], size, direct[lead], sent.local[order][lead], fan[lead]
+    )
     table, gathers = _in_buffers(columns, receivers, fans)
     return Messages(rounds, table, gathers, order, message, start, receiver[lead])
 
@@ -89,6 +93,7 @@ class _MessageColumns:
     receiver: Array
     nbytes: Array
     direct: Array
+    local: Array
     fan: Array
 
 
@@ -97,7 +102,7 @@ def _in_buffers(
 ) -> tuple[MessageTable, FanTable]:
     """Return the messages with their places in buffers, and the gathers (exchanges of stripes between server ranks)."""
     room = np.where(columns.direct, 0, _aligned(columns.nbytes))
-    send_at = _running(room, columns.round, columns.sender)
+    send_at = _running(np.where(columns.local, 0, room), columns.round, columns.sender)
     stripes = columns.fan >= 0
     receive_at = _running(np.where(stripes, 0, room), columns.round, columns.receiver)
     gathers = FanTable.empty()
@@ -118,7 +123,8 @@ def _in_buffers(
         receive_at[stripes] = inside + gathers.at[row][stripes]
     who = np.array([(receiver.server, receiver.rank) for receiver in receivers], np.int64)
     server, rank = who[columns.receiver].T
-    send_at, receive_at = (np.where(columns.direct, -1, at) for at in (send_at, receive_at))
+    send_at = np.where(columns.direct | columns.local, -1, send_at)
+    receive_at = np.where(columns.direct, -1, receive_at)
     return MessageTable(columns.round, columns.sender, server, rank, columns.nbytes, send_at, receive_at), gathers
 
 

@@ -120,8 +120,11 @@ class UpdatePlan:
             np.concatenate([getattr(shares, name) for shares in planned])
             for name in ("phase", "number", "sender", "receiver")
         )
-        direct = (fan < 0) & self._are_direct(parts, sender)
-        sent = SentParts(cell, phase, number, sender, receiver, fan, parts.nbytes, direct)
+        proxies = {place: rank for rank, place in enumerate(self.places)}
+        proxy = np.array([proxies.get(receiver.place, -1) for receiver in self.receivers])[receiver]
+        # The parameters of a server rank on a trainer rank's GPU belong to another process, so it copies from buffers.
+        direct = (fan < 0) & (proxy < 0) & self._are_direct(parts, sender)
+        sent = SentParts(cell, phase, number, sender, receiver, fan, parts.nbytes, direct, proxy == sender)
         messages = lay_out(sent, self.receivers, [group for wire in self.wires for group in wire.fans])
         self.rounds, self.messages, self.fans = messages.rounds, messages.table, messages.fans
         self._parts, self._message = parts.take(messages.order), messages.message.astype(np.int32)

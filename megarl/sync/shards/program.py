@@ -20,6 +20,10 @@ meaning. A link's elements are in the row-major order of its box, in the dtype o
 A `direct` message has one link, which is contiguous in the parameters of both ranks and has the same dtype there: it is
 sent and received without buffers (`send_at`, `receive_at` are -1).
 
+If a server rank runs on the GPU of a trainer rank, this trainer rank is its proxy: it receives the server rank's
+messages into the receive buffer, from which the server rank copies. It packs what it holds itself into this buffer, too
+(only `send_at` is -1).
+
 In a fan-out round several ranks of a machine store the same boxes, and each receives a stripe (a share) of their bytes.
 Then these ranks, a group, gather the stripes: the receive buffer of each begins with all stripes of the group, and rank
 `rank` of `server` has received the bytes [at, at + stripe), which it sends to the other ranks of the group
@@ -65,7 +69,8 @@ class MessageTable(ColumnTable):
         server: int32 [M], number of the server that receives.
         receiver: int32 [M], rank of this server.
         nbytes: int64 [M], bytes.
-        send_at: int64 [M], first byte in the sender's buffer of this round; -1: sent without buffers.
+        send_at: int64 [M], first byte in the sender's buffer of this round; -1: sent without buffers, or not at all,
+            because the sender packs it into the receiver's buffer.
         receive_at: int64 [M], first byte in the receiver's buffer of this round; -1: received without buffers.
     """
 

@@ -7,6 +7,9 @@
 The lead of a receiver is the trainer rank that calls it. A cell is a set of receivers that share one process group with
 the trainer ranks that send to them. If a receiver's rank ends or stops its heartbeat, all ranks give up its cell and
 continue with other cells. Everything other than weights goes through a TCPStore of the first trainer rank.
+
+Receivers on the trainer's GPUs are in no process group: each of their ranks copies what the trainer rank on its GPU,
+its proxy, receives for it (proxies.py).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,18 +45,22 @@ from megarl.sync.shards.exchange import (
     ServerCell,
     abort,
     connect,
+    first_line,
     join,
     links_of,
     rounds_of_sender,
 )
+from megarl.sync.shards.handover import PAGE_BYTES, HandoverPage
 from megarl.sync.shards.plan import UpdatePlan
 from megarl.sync.shards.program import TransferProgram
+from megarl.sync.shards.proxies import ProxyBuffers, ProxyPart, ProxyRunner, proxies_of
 from megarl.sync.shards.table import pack
+from megarl.sync.shared import handle_of, shared_buffer
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ServerError, WorkerError
 from megarl.system.processes import address_towards
 from megarl.system.store import SharedStore
-from megarl.system.tracing import beat, located
+from megarl.system.tracing import beat, keep_beating, located
 
 _READY_S = 30.0  # seconds within which all ranks of a cell must be ready; else the update leaves the cell out
 _QUIET_S = 10.0  # seconds without a heartbeat after which a rank counts as gone; it sends two a second during rounds
@@ -88,6 +96,8 @@ class OwnShards:
         places: where every trainer rank runs.
         tensors: the tensors that are sent.
         shapes: unpadded shape of each of these tensors.
+        gpus: name of every trainer rank's GPU (`device_name`), if it may be the proxy of a receiver's rank: the rank
+            that receives for it; None: receivers have GPUs of their own.
     """
 
     parameters: Mapping[str, Tensor]
@@ -95,6 +105,7 @@ class OwnShards:
     places: Sequence[GpuPlace]
     tensors: TensorTable
     shapes: Sequence[tuple[int, ...]]
+    gpus: Sequence[str] | None = None
 
 
 #: fn(own shards, servers) -> the plan, equal on all ranks for equal arguments
@@ -103,10 +114,12 @@ Planner = Callable[[OwnShards, Sequence[ServerStorage]], UpdatePlan]
 
 @dataclass(frozen=True)
 class _Described:
-    """How the ranks of a receiver store the model, and the name of each rank's machine, as the ranks have described."""
+    """How the ranks of a receiver store the model, and the names of each rank's machine and GPU, as the ranks have
+    described."""
 
     ranks: tuple[RankStorage, ...]
     machines: tuple[str, ...]
+    gpus: tuple[str, ...]
 
 
 @dataclass
@@ -116,11 +129,12 @@ class _Plan:
     name: str
     cells: dict[int, ServerCell]
     cell_of: list[int]  # cell (receivers that share a process group) of each receiver, by its index in the set
-    rounds: list[Round]
+    rounds: list[Round]  # empty if `proxied` is set
     parameters: list[Tensor]
     addresses: tuple[int, ...]  # data pointers of `parameters`: the rounds have views of this memory
     program: TransferProgram  # this rank's part of `update`
     update: UpdatePlan
+    proxied: ProxyPart | None  # for receivers on the trainer's GPUs
 
 
 def _program_key(prefix: str, program: str, server: int, rank: int) -> str:
@@ -159,7 +173,9 @@ class ShardTransfer:
         self._written: list[str] = []  # keys of the last plan's parts; rank 0 deletes them when there is a new plan
         self._groups: dict[int, tuple[ServerCell, dist.ProcessGroup]] = {}  # cell's number -> cell and its group
         self._updates = 0
+        self._proxy_group: dist.ProcessGroup | None = None  # all trainer ranks, for the last plan with proxies
         self._device = next(iter(own.parameters.values())).device
+        self._buffers = ProxyBuffers(self._device)
         self._backend = "nccl" if self._device.type == "cuda" else "gloo"
 
     def run(
@@ -196,7 +212,10 @@ class ShardTransfer:
             plan = self._plan(store, receivers)
             watch = CellWatch(store, f"{self.prefix}/{self._updates}", plan.cells, self.world.size)
             calls = self._call(plan, watch, receivers, led, checked)
-            lost = self._rounds(plan, watch, report)
+            if plan.proxied is None:
+                lost = self._rounds(plan, watch, report)
+            else:
+                lost = self._proxied_rounds(plan.proxied, watch, report)
             self._end(plan, watch, receivers, calls, lost, report)
             self._compare(plan, receivers, led, report, checked)
         report.send_s += time.perf_counter() - start
@@ -216,6 +235,7 @@ class ShardTransfer:
     def buffer_bytes(self) -> int:
         """Bytes of this rank's buffers for messages."""
         parts = [part for plan in self._plans.values() for each in plan.rounds for part in each.parts]
+        parts += [part for plan in self._plans.values() if plan.proxied is not None for part in plan.proxied.buffers]
         return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
     def drop(self, url: str) -> None:
@@ -229,6 +249,7 @@ class ShardTransfer:
         for _, group in self._groups.values():
             abort(group)
         self._groups.clear()
+        self._leave_proxies()
 
     def _meet(self, receivers: Sequence[ShardReceiver]) -> SharedStore:
         """Return the first trainer rank's store. The first update creates it, with the list of the model's tensors."""
@@ -309,7 +330,10 @@ class ShardTransfer:
                 ranks = [f"{receiver.number}/{rank}" for rank in range(receiver.layout.ranks)]
                 self._described[receiver.url] = _Described(
                     tuple(RankStorage.decode(self.store.get(f"{self.prefix}/storage/{rank}")) for rank in ranks),
-                    tuple(self.store.get(f"{self.prefix}/machine/{rank}").decode() for rank in ranks),
+                    *(
+                        tuple(self.store.get(f"{self.prefix}/{kind}/{rank}").decode() for rank in ranks)
+                        for kind in ("machine", "gpu")
+                    ),
                 )
 
     def _meeting(self, number: int) -> ShardMeeting:
@@ -325,18 +349,69 @@ class ShardTransfer:
         if known is not None and known.addresses == addresses:
             return known
         self._plans.clear()
-        update = self._planned(receivers) if known is None else known.update
+        proxies = self._proxies(receivers)
+        update = self._planned(receivers, proxies) if known is None else known.update
         digest = update.digest if known is None else known.name
         if known is not None:
             cells, cell_of = known.cells, known.cell_of
         else:  # a new plan needs new group names, because the store still has the keys of former groups
             name = f"megarl-{self.prefix}-{self._updates}"
-            cells, cell_of = _cells(update, [receiver.layout.ranks for receiver in receivers], name, key)
+            ranks = [receiver.layout.ranks for receiver in receivers]
+            if proxies is None:
+                cells, cell_of = _cells(update, ranks, name, key)
+            else:  # each server can be given up by itself, because none is in a group
+                cells = {server: ServerCell("", (), {server: count}) for server, count in enumerate(ranks)}
+                cell_of = [*cells]
             self._write_programs(store, update, digest, receivers)
-        program = update.program(sender=self.world.rank)
-        rounds = rounds_of_sender(program.arrays(), parameters, self.own.tensors.dtypes.tolist())
-        self._plans[key] = plan = _Plan(digest, cells, cell_of, rounds, parameters, addresses, program, update)
+        if proxies is None:
+            part, program = None, update.program(sender=self.world.rank)
+            rounds = rounds_of_sender(program.arrays(), parameters, self.own.tensors.dtypes.tolist())
+        else:
+            part = ProxyPart(update, self.world.rank, proxies, parameters, self._buffers, str(self._updates))
+            program, rounds = part.program, []
+        self._plans[key] = plan = _Plan(digest, cells, cell_of, rounds, parameters, addresses, program, update, part)
+        if part is not None and known is None:
+            self._join_proxies(part)
         return plan
+
+    def _proxies(self, receivers: Sequence[ShardReceiver]) -> dict[tuple[int, int], int] | None:
+        """Return the trainer rank on each receiver rank's GPU; None: receivers have GPUs of their own.
+
+        Raises:
+            ConfigError: on a receiver rank's GPU there is no trainer rank.
+        """
+        if self.own.gpus is None:
+            return None
+        trainer = [(place.machine, gpu) for place, gpu in zip(self.own.places, self.own.gpus, strict=True)]
+        described = {receiver.name: self._described[receiver.url] for receiver in receivers}
+        servers = {name: list(zip(each.machines, each.gpus, strict=True)) for name, each in described.items()}
+        return proxies_of(trainer, servers)
+
+    def _join_proxies(self, part: ProxyPart) -> None:
+        """Join the process group of all trainer ranks for a new plan with proxies, unless it needs none. Collective.
+
+        Raises:
+            WorkerError: another trainer rank did not join.
+        """
+        self._leave_proxies()
+        if part.alone:
+            return
+        name, size, rank = f"megarl-{self.prefix}-{self._updates}-proxies", self.world.size, self.world.rank
+        try:
+            with keep_beating(self.timeout_s):
+                group = join(self.store.connection, name, size, rank, self._backend, self.timeout_s)
+                self._proxy_group = group
+                if self._backend == "nccl":
+                    connect(group, part.links(), self._device, self.timeout_s, lambda: None)
+        except (RuntimeError, RoundFailed) as error:
+            raise WorkerError(
+                f"trainer rank {rank}, {_PHASE}: it could not join the group of all trainer ranks: {first_line(error)}"
+            ) from error
+
+    def _leave_proxies(self) -> None:
+        if self._proxy_group is not None:
+            abort(self._proxy_group)
+        self._proxy_group = None
 
     def _write_programs(
         self,
@@ -366,14 +441,17 @@ class ShardTransfer:
             store.set(_program_key(self.prefix, name, place, rank), part.encode())
         self.world.barrier()
 
-    def _planned(self, receivers: Sequence[ShardReceiver]) -> UpdatePlan:
+    def _planned(self, receivers: Sequence[ShardReceiver], proxies: Mapping[tuple[int, int], int] | None) -> UpdatePlan:
         same: dict[str, RankStorage] = {}
         servers = []
         seats = Counter(place.machine for place in self.own.places)  # by machine, how many ranks it has so far
-        for receiver in receivers:
+        for number, receiver in enumerate(receivers):
             described = self._described[receiver.url]
             places = []
-            for machine in described.machines:
+            for rank, machine in enumerate(described.machines):
+                if proxies is not None:
+                    places.append(self.own.places[proxies[number, rank]])
+                    continue
                 places.append(GpuPlace(machine, seats[machine]))
                 seats[machine] += 1
             ranks = tuple(same.setdefault(rank.digest, rank) for rank in described.ranks)
@@ -402,6 +480,7 @@ class ShardTransfer:
                 plan.cells[cell].to_json(),
                 self._backend,
                 hashed=receiver.number in checked,
+                proxied=plan.proxied is not None,
             )
             watch.begin(place, receiver.layout.ranks)
             calls[place] = in_thread(partial(receiver.take_shards, update, step), partial(watch.give_up, cell))
@@ -428,6 +507,29 @@ class ShardTransfer:
                 abort(self._groups.pop(number)[1])
         report.nbytes += runner.nbytes
         return lost
+
+    def _proxied_rounds(self, part: ProxyPart, watch: CellWatch, report: SyncReport) -> dict[int, str]:
+        """Run this rank's rounds for receivers on the trainer's GPUs; return the reason why the receiver on this rank's
+        GPU was given up, by its number in the plan.
+
+        Raises:
+            WorkerError: messages between trainer ranks failed.
+        """
+        page, why, limit_s = None, None, min(_READY_S, self.timeout_s)
+        server = -1
+        if part.served is not None:
+            server, rank = part.served
+            memory = shared_buffer(PAGE_BYTES, torch.device("cpu"))
+            page = HandoverPage(memory.zero_())
+            handles = {"buffers": part.handles, "plan": part.name, "page": handle_of(memory)}
+            self.store.set(f"{watch.name}/page/{server}/{rank}", json.dumps(handles))
+            why = watch.wait_ready(server, time.monotonic() + limit_s, limit_s)
+            if why is not None:
+                watch.give_up(server, why)
+        runner = ProxyRunner(part, self.world.rank, self._proxy_group, self.timeout_s)
+        lost = runner.run(page if why is None else None, partial(watch.look, server), partial(watch.give_up, server))
+        report.nbytes += runner.nbytes
+        return {server: why or lost or ""} if why or lost else {}
 
     def _join(self, number: int, cell: ServerCell, watch: CellWatch, rounds: Sequence[Round]) -> str | None:
         """Join the process group of a cell unless this rank is in it already; return why joining failed, or None."""
@@ -542,7 +644,7 @@ class CellWatch:
     """
 
     def __init__(self, store: SharedStore, name: str, cells: Mapping[int, ServerCell], trainers: int) -> None:
-        self._store, self._name, self._cells = store, name, cells
+        self._store, self.name, self._cells = store, name, cells
         self._poll_s = max(_READY_POLL_S, trainers / _READY_CHECKS)
         self._beats: dict[tuple[int, int], tuple[int, float]] = {}  # each rank's heartbeat count, and when it changed
         self._next: dict[int, float] = {}
@@ -553,11 +655,11 @@ class CellWatch:
     def keys(self, server: int, ranks: int) -> list[str]:
         """Return all keys of a receiver in this update; receivers of a cell share the key of its failure."""
         cell = next(number for number, cell in self._cells.items() if server in cell.servers)
-        kinds = ("ready", "beat", "hashes", "done")
-        return [f"{self._name}/dead/{cell}"] + [f"{self._name}/{k}/{server}/{r}" for k in kinds for r in range(ranks)]
+        kinds = ("ready", "beat", "hashes", "done", "page")
+        return [f"{self.name}/dead/{cell}"] + [f"{self.name}/{k}/{server}/{r}" for k in kinds for r in range(ranks)]
 
     def _beat(self, server: int, rank: int) -> str:
-        return f"{self._name}/beat/{server}/{rank}"
+        return f"{self.name}/beat/{server}/{rank}"
 
     def begin(self, server: int, ranks: int) -> None:
         """Write heartbeat 0 of each rank of a receiver before it is called. `look` waits for it."""
@@ -567,11 +669,11 @@ class CellWatch:
     def give_up(self, cell: int, why: str) -> None:
         """Write to the store, for all ranks, that a cell (receivers that share a process group) is given up, and why;
         the first reason is kept."""
-        self._store.set_if(f"{self._name}/dead/{cell}", "", why)
+        self._store.set_if(f"{self.name}/dead/{cell}", "", why)
 
     def dead(self, cell: int) -> str | None:
         """Return why a cell (receivers that share a process group) was given up, or None."""
-        key = f"{self._name}/dead/{cell}"
+        key = f"{self.name}/dead/{cell}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def look(self, cell: int) -> str | None:
@@ -595,7 +697,7 @@ class CellWatch:
             before, since = self._beats.get((server, rank), (-1, now))
             if count != before:
                 self._beats[server, rank] = count, now
-            elif now - since > _QUIET_S and not self._store.check([f"{self._name}/done/{server}/{rank}"]):
+            elif now - since > _QUIET_S and not self._store.check([f"{self.name}/done/{server}/{rank}"]):
                 return f"rank {rank} of server {server} has been silent for {now - since:.0f} s"
         return None
 
@@ -605,7 +707,7 @@ class CellWatch:
         Args:
             end: `time.monotonic()` at which the wait ends, `limit_s` seconds after its beginning.
         """
-        keys = [f"{self._name}/ready/{server}/{rank}" for server, rank in self._ranks(cell)]
+        keys = [f"{self.name}/ready/{server}/{rank}" for server, rank in self._ranks(cell)]
         while not self._store.check(keys):
             if (why := self.dead(cell)) is not None:
                 return why
@@ -639,7 +741,7 @@ class CellWatch:
 
     def is_done(self, server: int, ranks: int, program: str) -> bool:
         """Return whether all ranks of a receiver have completed this update, each with the program named `program`."""
-        keys = [f"{self._name}/done/{server}/{rank}" for rank in range(ranks)]
+        keys = [f"{self.name}/done/{server}/{rank}" for rank in range(ranks)]
         return bool(self._store.check(keys)) and all(self._store.get(key).decode() == program for key in keys)
 
 

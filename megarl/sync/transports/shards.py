@@ -43,7 +43,12 @@ class ShardsTransport(Transport):
 
 
 def own_shards(
-    chunks: Sequence[PolicyModel], table: WeightTable, ranks: Sequence[Coordinate], machines: Sequence[str], wire: str
+    chunks: Sequence[PolicyModel],
+    table: WeightTable,
+    ranks: Sequence[Coordinate],
+    machines: Sequence[str],
+    wire: str,
+    gpus: Sequence[str] | None = None,
 ) -> OwnShards:
     """Return how all trainer ranks store the model, and this rank's parameters, to send from shard to shard.
 
@@ -52,6 +57,7 @@ def own_shards(
         ranks: coordinate of every trainer rank.
         machines: name of every trainer rank's machine (`machine_name`).
         wire: dtype in which tensors are sent, such as `bfloat16`.
+        gpus: name of every trainer rank's GPU (`device_name`), if receivers run on these GPUs; else None.
     """
     tensors = tensors_of(table, wire)
     stored = str(chunks[0].config.params_dtype).removeprefix("torch.")
@@ -69,14 +75,23 @@ def own_shards(
         places,
         tensors,
         [shapes[name] for name in tensors.names.tolist()],
+        gpus,
     )
 
 
-def planner(round_bytes: int) -> Planner:
-    """Return a function that plans updates in which a rank sends or receives at most `round_bytes` bytes at a time."""
+def planner(round_bytes: int, *, colocated: bool = False) -> Planner:
+    """Return a function that plans updates in which a rank sends or receives at most `round_bytes` bytes at a time.
+
+    `colocated`: receivers run on the trainer's GPUs. A trainer rank then sends and receives in one round, for which all
+    receivers have to be in one cell.
+    """
 
     # a rank has several peers in a round, so a message must be allowed to be smaller than a round
-    limits = RoundLimits(nbytes=round_bytes, message=max(min(RoundLimits.message, round_bytes // RoundLimits.peers), 1))
+    limits = RoundLimits(
+        nbytes=round_bytes,
+        message=max(min(RoundLimits.message, round_bytes // RoundLimits.peers), 1),
+        cells=1 if colocated else RoundLimits.cells,
+    )
 
     def plan(own: OwnShards, servers: Sequence[ServerStorage]) -> UpdatePlan:
         return UpdatePlan(own.tensors, own.storages, own.places, servers, limits)
@@ -96,6 +111,8 @@ def refuse_shards(receivers: Receivers, *, adapters: bool) -> None:
             f"{why}, so sync.transport=shards cannot be used",
             where="sync.transport",
             found="shards",
-            allowed="auto, distributed or disk; tensor or delta beside a trainer rank",
+            allowed="auto, distributed or disk; tensor or delta beside a trainer rank"
+            if not receivers.colocated
+            else "disk; tensor with servers on one machine each",
             fix="set sync.transport=auto",
         )

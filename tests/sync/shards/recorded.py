@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from megarl.sync.sender import SyncReport
 from megarl.sync.shards import exchange, transfer
+from megarl.sync.shards.handover import PAGE_BYTES, HandoverPage
 from megarl.sync.shards.plan import UpdatePlan
+from megarl.sync.shards.proxies import ProxyBuffers, ProxyPart, ProxyRunner
 from tests.sync.nccl_rules import Await, Batch, Copy, Event, Join, Message, Rank, Span, Tell, Wait
 from tests.sync.test_loader import load_module
 
@@ -139,6 +141,30 @@ def record(plan: UpdatePlan, trainer: Sequence[Any]) -> Recorder:
     return recorder
 
 
+def record_proxies(plan: UpdatePlan, trainer: Sequence[Any]) -> Recorder:
+    """Record an update of servers on the trainer's GPUs; `trainer`: storages of the trainer's ranks."""
+    recorder = Recorder()
+    for number, storage in enumerate(trainer):
+        with recorder.rank(f"trainer {number}"):
+            _pass_on(plan, number, parameters_of(storage))
+    return recorder
+
+
+def _pass_on(plan: UpdatePlan, rank: int, parameters: list[torch.Tensor]) -> None:
+    numbers = {place: number for number, place in enumerate(plan.places)}
+    served = {(each.server, each.rank): numbers[each.place] for each in plan.receivers}
+    part = ProxyPart(plan, rank, served, parameters, ProxyBuffers(torch.device("cpu")), "plan")
+    sending: Any = transfer.ShardTransfer.__new__(transfer.ShardTransfer)
+    sending.world, sending.prefix, sending.timeout_s = SimpleNamespace(rank=rank, size=len(plan.places)), "run", 60.0
+    sending._updates, sending._proxy_group, sending._backend, sending._device = 1, None, "nccl", torch.device("cpu")
+    sending._store = SimpleNamespace(connection=dist.HashStore())
+    sending._join_proxies(part)
+    page = HandoverPage(torch.zeros(PAGE_BYTES, dtype=torch.uint8))
+    page.copied = len(part.steps)  # the server rank is always done
+    assert ProxyRunner(part, rank, sending._proxy_group, 60.0).run(page, lambda: None, lambda why: None) is None
+    assert page.filled == sum(step.received is not None for step in part.steps)
+
+
 def _send(plan: UpdatePlan, cells: dict, rank: int, parameters: list[torch.Tensor], events: list[Event]) -> None:
     program = plan.program(sender=rank)
     rounds = exchange.rounds_of_sender(program.arrays(), parameters, plan.tensors.dtypes.tolist())
@@ -184,7 +210,7 @@ def _receive(plan: UpdatePlan, cells: dict, cell: int, who: tuple[int, int], eve
     names, dtypes, parameters = storage.parameters.names.tolist(), plan.tensors.dtypes.tolist(), parameters_of(storage)
     model = torch.nn.Module()
     header = {"prefix": "run", "version": 1, "server": who[0], "rank": who[1], "program": "plan", "cell": cell}
-    header |= {"group": cells[cell].to_json(), "backend": "nccl", "hashed": False, "timeout_s": 60.0}
+    header |= {"group": cells[cell].to_json(), "backend": "nccl", "hashed": False, "proxied": False, "timeout_s": 60.0}
     store = _Store(plan.program(receiver=who).encode(), events)
     with (
         patch.multiple(

@@ -20,8 +20,8 @@ import torch
 from megarl.sync.shards.exchange import RoundFailed, connect
 from tests.sync.layouts import trainer
 from tests.sync.nccl_rules import Batch, Event, Join, Message, Rank, Wait, overlaps, replay
-from tests.sync.shards.recorded import Recorder, record
-from tests.sync.shards.test_shard_plan import SMALL, plan_of
+from tests.sync.shards.recorded import Recorder, record, record_proxies
+from tests.sync.shards.test_shard_plan import SMALL, colocated, plan_of
 from tests.sync.shards.walk import job
 
 SHARDS = pytest.mark.campaign("shards")
@@ -52,6 +52,16 @@ def test_an_update_ends(ranks):
     assert {rank: found for rank, part in events.items() if (found := overlaps(part))} == {}
     cells = sum("machine" not in comm for comm in recorder.members)
     assert 2 <= max(map(len, outcome.communicators.values())) <= max(cells, 2)
+
+
+def test_an_update_of_servers_on_the_trainers_gpus_ends():
+    made, plan = colocated()
+    recorder = record_proxies(plan, made.trainer)
+    events = recorder.resolved()
+    outcome = replay(events, recorder.members)
+    assert (outcome.stuck, outcome.unequal) == ({}, [])
+    assert {rank: found for rank, part in events.items() if (found := overlaps(part))} == {}
+    assert {rank: len(comms) for rank, comms in outcome.communicators.items()} == dict.fromkeys(events, 1)
 
 
 def without_connecting(events: Events, rank: Rank) -> Events:

@@ -136,6 +136,29 @@ def test_what_is_on_the_machine_is_not_gathered() -> None:
     assert {receiver.cell for receiver in far.receivers} == {0}
 
 
+def colocated(limits: RoundLimits = SMALL) -> tuple[Job, UpdatePlan]:
+    """Two machines of four GPUs with a stage of the trainer each, and two servers of two ranks on the same GPUs."""
+    made = job("qwen3_moe", trainer(pp=2, ep=2, dp=4), 2, servers=4)
+    places = trainer_places(8, gpus=4)
+    made.servers = [replace(server, places=tuple(places[2 * i : 2 * i + 2])) for i, server in enumerate(made.servers)]
+    return made, UpdatePlan(made.tensors, made.trainer, places, made.servers, replace(limits, cells=1))
+
+
+def test_servers_on_the_trainers_gpus_are_fed_by_the_rank_there() -> None:
+    made, plan = colocated()
+
+    test_each_rank_of_a_server_gets_its_parameters((made, plan))
+    own = plan.messages.sender == plan.receiver_numbers  # server ranks are on the trainer ranks' GPUs in their order
+    np.testing.assert_array_equal(plan.messages.send_at < 0, own)
+    assert (plan.messages.receive_at >= 0).all(), "no message arrives in a parameter of another process"
+    assert len(plan.fans)
+    # a server's rank stores half of each tensor; the rank on its GPU holds a stage, and in it half of the experts
+    share = np.bincount(plan.receiver_numbers[own], plan.messages.nbytes[own]) / np.bincount(
+        plan.receiver_numbers, plan.messages.nbytes
+    )
+    assert share.min() > 0.25
+
+
 def least_load(plan: UpdatePlan) -> float:
     """The bytes of the fullest sender in the best division of what is sent, by linear programming."""
     from scipy.optimize import linprog

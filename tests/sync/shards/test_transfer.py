@@ -45,9 +45,11 @@ def write(path: Path, values) -> None:
 class SpoolReceiver:
     """A server whose ranks take calls from files."""
 
+    ranks = RANKS
+
     def __init__(self, number: int, spool: Path) -> None:
         self.number, self.spool, self.name, self.url = number, spool, f"server {number}", f"http://127.0.0.1:{number}"
-        self.layout, self.calls = SimpleNamespace(ranks=RANKS), 0
+        self.layout, self.calls = SimpleNamespace(ranks=self.ranks), 0
 
     def describe_storage(self, meeting: ShardMeeting, step: UpdateStep) -> None:
         self._call("describe", dataclasses.asdict(meeting), step)
@@ -57,7 +59,7 @@ class SpoolReceiver:
         self._call("receive", header.pop("meeting") | header, step)
 
     def _call(self, loader: str, header: dict, step: UpdateStep) -> None:
-        names = [f"{self.number}.{rank}.{self.calls}" for rank in range(RANKS)]
+        names = [f"{self.number}.{rank}.{self.calls}" for rank in range(self.ranks)]
         self.calls += 1
         for rank, name in enumerate(names):
             write(self.spool / f"{name}.call", [loader, header | {"rank": rank}])
@@ -212,7 +214,7 @@ def test_a_rank_that_was_stopped_across_an_update_does_not_wait_for_deleted_keys
     header = {"store": ["127.0.0.1", 1], "prefix": "run", "server": 0, "rank": 0, "timeout_s": 60.0, "version": "1"}
     header |= {"program": "p", "cell": 0, "group": ServerCell("cell", (0,), {0: 1}).to_json(), "backend": "gloo"}
     with pytest.raises(shards.exchange.RoundFailed, match="the trainer has ended update 1 without this rank"):
-        shards.receive(model, [(json.dumps(header | {"hashed": False}), torch.empty(0))])
+        shards.receive(model, [(json.dumps(header | {"hashed": False, "proxied": False}), torch.empty(0))])
 
 
 def test_joining_a_group_ends_when_another_of_its_ranks_is_given_up():

@@ -4,13 +4,16 @@
 This file runs in the servers' own interpreter, without megarl. A server's ranks and the trainer exchange tables through
 a TCPStore of the trainer; the tables are those of megarl/sync/shards (boxes.py, program.py), as .npz files. A box is a
 rectangular part of a tensor; a cell is a set of servers that share one process group with the trainer ranks that send
-to them. Keys of the store begin with the name of the run (`prefix`):
+to them. A rank on the trainer's GPUs has a proxy: the trainer rank on its GPU, which receives for it. Keys of the store
+begin with the name of the run (`prefix`):
 
     tensors              table of all tensors, from the trainer
     storage/S/R          how rank R of server S stores them, from this rank
     machine/S/R          name of the machine on which it runs, from this rank
+    gpu/S/R              UUID of its GPU, from this rank; empty on a CPU
     program/P/S/R        the rank's part of the transfer program named P, from the trainer
     update               number of the trainer's current update, from the trainer
+    V/page/S/R           memory that the rank shares with its proxy, from the proxy
     V/ready/S/R          set when the rank is ready for the rounds of update V
     V/beat/S/R           heartbeat: counts up twice a second while the rank runs the rounds
     V/dead/C             why cell C was given up, from the first rank that did so
@@ -45,16 +48,17 @@ from megarl_weight_map import CannotPatch, CopyTarget, derive, map_of
 from torch import Tensor
 
 
-def _shared(name: str) -> Any:
-    """Load a file of megarl/sync/shards, which must import nothing of megarl, and return it as a module."""
-    file = Path(__file__).resolve().parents[4] / "sync" / "shards" / f"{name}.py"
+def _shared(name: str, folder: str = "sync/shards") -> Any:
+    """Load a file of megarl, which must import nothing of megarl, and return it as a module."""
+    file = Path(__file__).resolve().parents[4] / folder / f"{name}.py"
     loader = SourceFileLoader(f"megarl_{name}", str(file))
     module = sys.modules[loader.name] = ModuleType(loader.name)
     loader.exec_module(module)
     return module
 
 
-exchange, hashes, machine = _shared("exchange"), _shared("hashes"), _shared("machine")
+exchange, handover, hashes, machine = (_shared(name) for name in ("exchange", "handover", "hashes", "machine"))
+memory = _shared("shared", "sync")
 
 _DIMS = 3  # dimensions of every tensor in the tables
 _COPY, _ZERO = 0, 1  # values of `BoxRule` in boxes.py
@@ -94,7 +98,7 @@ _ROUNDS: dict[str, list[Any]] = {}  # key of this rank's part of the last progra
 
 def describe(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Write to the trainer's store which box (rectangular part) of which tensor lies where in this rank's parameters,
-    and the name of its machine.
+    and the names of its machine and GPU.
 
     Args:
         model: model of the server, as SGLang passes it to a loader.
@@ -113,6 +117,8 @@ def describe(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     out = io.BytesIO()
     np.savez_compressed(out, **arrays)
     store.set(f"{header['prefix']}/machine/{header['server']}/{header['rank']}", machine.machine_name())
+    device = described.parameters[0].device
+    store.set(f"{header['prefix']}/gpu/{header['server']}/{header['rank']}", handover.device_name(device))
     store.set(f"{header['prefix']}/storage/{header['server']}/{header['rank']}", out.getvalue())  # type: ignore[arg-type]  # str in torch's stub
 
 
@@ -256,7 +262,8 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     Args:
         model: model of the server, as SGLang passes it to a loader.
         named_tensors: one entry, whose name is a JSON header: the keys of `describe`'s header, and `version`,
-            `program`, `cell` (number of this server's cell), `group` (its `ServerCell`), `backend`, `hashed`.
+            `program`, `cell` (number of this server's cell), `group` (its `ServerCell`), `backend`, `hashed`,
+            `proxied`.
 
     Raises:
         RoundFailed: the trainer or another rank is gone. The parameters then have a mixture of old and new weights.
@@ -264,7 +271,6 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     header = json.loads(named_tensors[0][0])
     store, server, rank = _store(header), header["server"], header["rank"]
     prefix, number = f"{header['prefix']}/{header['version']}", header["cell"]
-    cell = exchange.ServerCell.of_json(header["group"])
     described = _DESCRIBED.get(model)
     if described is None:
         raise exchange.RoundFailed("the server has not described its parameters to the trainer since it started")
@@ -273,30 +279,20 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     look = _looking(store, dead, header)
     if (why := look(number)) is not None:  # this update was given up, or the trainer has already begun another
         raise exchange.RoundFailed(why)
-    # the key has the server's number, which may differ from its number in the last update with this program
-    part = f"{header['prefix']}/program/{header['program']}/{server}/{rank}"
-    if part not in _ROUNDS:
-        _ROUNDS.clear()  # frees the buffers of the last program's rounds
-        tables = _unpack(store.get(part))
-        _ROUNDS[part] = exchange.rounds_of_receiver(tables, described.parameters, described.dtypes, (server, rank))
+    rounds, page = (_handed_over if header["proxied"] else _received)(store, described, header)
     store.set(f"{prefix}/ready/{server}/{rank}", header["program"])
     with _beating(header, f"{prefix}/beat/{server}/{rank}"):
         try:
-            stripes = _join(store, cell, header, partial(look, number), _ROUNDS[part], described.parameters[0].device)
-            failed = exchange.RoundRunner(
-                _ROUNDS[part],
-                sends=False,
-                look=look,
-                lost=lambda _, why: store.compare_set(dead, "", f"rank {rank} of server {server}: {why}"),
-                deadline_s=header["timeout_s"],
-                machine=stripes,
-            ).run({number: _GROUPS[cell.name]}, {number: cell}, {})
+            if page is None:
+                failed = _run(store, rounds, header, look, described.parameters[0].device)
+            else:
+                failed = handover.copy_rounds(rounds, page, partial(look, number), header["timeout_s"])
         except Exception as error:
-            failed = {number: str(error).partition("\n")[0]}
-            store.compare_set(dead, "", f"rank {rank} of server {server}: {failed[number]}")
+            failed = str(error).partition("\n")[0]
         if failed:
+            store.compare_set(dead, "", f"rank {rank} of server {server}: {failed}")
             _leave_groups()
-            raise exchange.RoundFailed(failed[number])
+            raise exchange.RoundFailed(failed)
         # Padding has undefined values if the memory was released and allocated again since it was written.
         for padding in described.zeros:
             padding.zero_()
@@ -309,6 +305,65 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
             of_all = dict(zip(described.names, numbers, strict=True))
             store.set(f"{prefix}/hashes/{server}/{rank}", json.dumps(of_all))
         store.set(f"{prefix}/done/{server}/{rank}", header["program"])
+
+
+def _received(store: dist.TCPStore, described: _Described, header: dict[str, Any]) -> tuple[list[Any], None]:
+    """Return the rounds in which this rank receives its part of an update from the trainer's ranks."""
+    key = _program_key(header)
+    if key not in _ROUNDS:
+        _ROUNDS.clear()  # frees the buffers of the last program's rounds
+        _ROUNDS[key] = exchange.rounds_of_receiver(
+            _unpack(store.get(key)), described.parameters, described.dtypes, (header["server"], header["rank"])
+        )
+    return _ROUNDS[key], None
+
+
+def _handed_over(store: dist.TCPStore, described: _Described, header: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return the rounds that this rank's proxy receives, whose buffers this process maps, and the counts of rounds that
+    both share (`HandoverPage`)."""
+    who = header["server"], header["rank"]
+    handles = json.loads(store.get(f"{header['prefix']}/{header['version']}/page/{who[0]}/{who[1]}"))
+    program = _program_key(header)
+    key = f"{program}/{handles['plan']}"
+    if key not in _ROUNDS:
+        _ROUNDS.clear()  # unmaps the buffers of the last program's rounds
+        buffers = [memory.open_handle(handle) for handle in handles["buffers"]]
+        _ROUNDS[key] = exchange.rounds_of_receiver(
+            _unpack(store.get(program)), described.parameters, described.dtypes, who, buffers
+        )
+    return _ROUNDS[key], handover.HandoverPage(memory.open_handle(handles["page"]))
+
+
+def _program_key(header: dict[str, Any]) -> str:
+    # the key has the server's number, which may differ from its number in the last update with this program
+    return f"{header['prefix']}/program/{header['program']}/{header['server']}/{header['rank']}"
+
+
+def _run(
+    store: dist.TCPStore,
+    rounds: list[Any],
+    header: dict[str, Any],
+    look: Callable[[int], str | None],
+    device: torch.device,
+) -> str | None:
+    """Receive all rounds from the trainer's ranks; return why that failed, or None.
+
+    Args:
+        look: returns why this update was given up, or None; called with the number of the cell.
+        device: the device of the parameters.
+    """
+    number, cell = header["cell"], exchange.ServerCell.of_json(header["group"])
+    who, dead = f"rank {header['rank']} of server {header['server']}", f"{header['prefix']}/{header['version']}/dead"
+    stripes = _join(store, cell, header, partial(look, number), rounds, device)
+    runner = exchange.RoundRunner(
+        rounds,
+        sends=False,
+        look=look,
+        lost=lambda _, why: store.compare_set(f"{dead}/{number}", "", f"{who}: {why}"),
+        deadline_s=header["timeout_s"],
+        machine=stripes,
+    )
+    return runner.run({number: _GROUPS[cell.name]}, {number: cell}, {}).get(number)
 
 
 def _join(

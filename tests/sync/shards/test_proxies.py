@@ -1,0 +1,141 @@
+"""Servers on the trainer's GPUs: trainer ranks receive for the server ranks there, which copy from their buffers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.sync.sender import SyncReport
+from megarl.sync.shards.boxes import GpuPlace, ServerStorage
+from megarl.sync.shards.handover import PAGE_BYTES, HandoverPage, wait_for
+from megarl.sync.shards.plan import UpdatePlan
+from megarl.sync.shards.proxies import ProxyBuffers, ProxyPart, ProxyRunner, proxies_of
+from megarl.system.errors import ConfigError
+from tests.dist import run_distributed, world
+from tests.sync.layouts import trainer
+from tests.sync.shards.recorded import parameters_of
+from tests.sync.shards.test_shard_plan import SMALL
+from tests.sync.shards.test_transfer import SpoolReceiver, expected, own_shards, write
+from tests.sync.shards.test_transfer import wait_for as wait_for_file
+from tests.sync.shards.walk import job
+from tests.sync.test_loader import Model, load_module, tensors
+
+HERE, AWAY = "machine 0", "machine 1"
+
+
+def be_a_server(spool: str) -> dict[str, list[float]]:
+    """A server of one rank, on the first machine; its parameters at the end."""
+    server = world().rank
+    shards, model, calls = load_module("megarl_shards"), Model(0), 0
+    shards.machine.machine_name = lambda: HERE
+    write(Path(spool) / f"{server}.up", None)
+    while True:
+        call = Path(spool) / f"{server}.0.{calls}.call"
+        while not call.exists():
+            if (Path(spool) / "stop").exists():
+                assert shards._GROUPS == {}, "it must be in no process group"
+                return {name: p.float().flatten().tolist() for name, p in model.named_parameters()}
+            threading.Event().wait(0.01)
+        loader, header = json.loads(call.read_text())
+        getattr(shards, loader)(model, [(json.dumps(header), torch.empty(0, dtype=torch.uint8))])
+        write(call.with_suffix(".answer"), None)
+        calls += 1
+
+
+class OneRank(SpoolReceiver):
+    ranks = 1
+
+
+def be_the_trainer(spool: str, nbytes: int) -> list:
+    """Two versions; the first halves of tensors are on the servers' machine, the second ones on another."""
+    from megarl.sync.shards.transfer import ShardTransfer
+    from megarl.sync.transports.shards import planner
+
+    group = world()
+    # Ranks 0 and 2 have the first halves, rank 1 the second ones.
+    places = [GpuPlace(HERE, 0), GpuPlace(AWAY, 0), GpuPlace(HERE, 1)]
+    own = replace(own_shards(group.rank, group.size, tensors(0)), places=places, gpus=[""] * 3)
+    transfer = ShardTransfer(own, planner(nbytes, colocated=True), group, "run", 60.0)
+    receivers = [OneRank(number, Path(spool)) for number in range(2)]
+    found = []
+    for version in (1, 2):
+        for name, tensor in own_shards(group.rank, group.size, tensors(version)).parameters.items():
+            own.parameters[name].copy_(tensor)
+        report = SyncReport(version, "shards")
+        transfer.run(receivers, range(2) if group.rank == 0 else (), report, range(2))
+        (plan,) = transfer._plans.values()
+        found.append([report.failed, report.nbytes, report.verified, len(plan.update.fans), len(plan.proxied.steps)])
+    group.barrier()
+    if group.rank == 0:
+        (Path(spool) / "stop").touch()
+    transfer.close()
+    return found
+
+
+@pytest.mark.procs
+def test_what_another_machine_has_crosses_the_network_once_and_the_proxies_gather_it(tmp_path):
+    held: list = []
+    beside = threading.Thread(
+        target=lambda: held.extend(run_distributed(be_a_server, 2, 120, str(tmp_path))), daemon=True
+    )
+    beside.start()
+    for server in range(2):  # ranks are started one group at a time
+        wait_for_file(tmp_path / f"{server}.up")
+    reports = run_distributed(be_the_trainer, 3, 120, str(tmp_path), 512)
+    beside.join(120)
+    parameters = len(list(Model(0).parameters()))
+    for version in (0, 1):
+        (failed, own, verified, fans, steps), (_, sent, *_), (_, other, *_) = (report[version] for report in reports)
+        assert (failed, own, other, verified) == ({}, 0, 0, 2 * parameters)
+        assert fans
+        assert steps > 2
+        assert 0 < sent < 1.2 * sum(p.nbytes for p in Model(0).parameters()) / 2, "both servers need these bytes"
+    assert held == [expected(2, 0)] * 2
+
+
+def test_each_rank_of_a_server_has_the_trainer_rank_on_its_gpu():
+    gpus = [("a", "gpu-1"), ("a", "gpu-0"), ("b", "gpu-0")]
+    assert proxies_of(gpus, {"server 0": [("b", "gpu-0")], "server 1": [("a", "gpu-0"), ("a", "gpu-1")]}) == {
+        (0, 0): 2,
+        (1, 0): 1,
+        (1, 1): 0,
+    }
+    assert proxies_of([("a", "")] * 3, {"server 0": [("a", "")], "server 1": [("a", "")]}) == {(0, 0): 0, (1, 0): 1}
+
+
+@pytest.mark.parametrize("second", [("a", "gpu-0"), ("a", "gpu-1"), ("b", "gpu-0")])
+def test_a_rank_of_a_server_without_a_trainer_rank_of_its_own_is_refused(second):
+    with pytest.raises(ConfigError, match=rf"rank 1 of server 0 .* GPU {second[1]} of machine {second[0]}"):
+        proxies_of([("a", "gpu-0")], {"server 0": [("a", "gpu-0"), second]})
+
+
+def test_a_proxy_does_not_fill_a_buffer_that_the_server_rank_has_not_copied():
+    made, place = job("qwen3", trainer(), 1), GpuPlace(HERE, 0)
+    server = ServerStorage(made.servers[0].ranks, (place,))
+    plan = UpdatePlan(made.tensors, made.trainer, [place], [server], replace(SMALL, cells=1))
+    part = ProxyPart(plan, 0, {(0, 0): 0}, parameters_of(made.trainer[0]), ProxyBuffers(torch.device("cpu")), "plan")
+    page, filled, lost = HandoverPage(torch.zeros(PAGE_BYTES, dtype=torch.uint8)), [], []
+
+    def look() -> str:
+        filled.append(page.filled)
+        return "it is gone"
+
+    why = ProxyRunner(part, 0, None, 1.0).run(page, look, lost.append)
+
+    assert (filled, lost) == ([1], [why]), "it waits with the third round, once"
+    assert str(why).endswith(": rank 0 of server 0 has copied 0 rounds: it is gone")
+    assert page.filled == len(part.steps) > 3, "it goes on, because others send to it"
+
+
+def test_a_wait_for_the_other_process_ends_by_count_reason_or_deadline():
+    page = HandoverPage(torch.zeros(PAGE_BYTES, dtype=torch.uint8))
+    assert wait_for(lambda: page.copied, 0, lambda: "never called", 1.0) is None
+    assert wait_for(lambda: page.copied, 1, lambda: "the server is gone", 1.0) == "the server is gone"
+    assert wait_for(lambda: page.copied, 1, lambda: None, 0.01) == "not done within 0.01 s"
+    page.filled = 3
+    assert (page.filled, page.copied) == (3, 0)
