@@ -172,7 +172,12 @@ def store_calls(scale: Scale) -> Iterator[Row]:
         yield Row("generation: looks for a meeting", "a replica", (wall + MESSAGE_S) * _LOOKS_PER_S * scale.step_s)
         workers = [TeamProgress(store, rank, scale.ranks) for rank in range(scale.ranks)]
         ping = Ping(123456, "step/actor_train", 12, "")
-        reporting = store_s(lambda: [worker.write(ping) for worker in workers])
+
+        def report() -> None:
+            for worker in workers:
+                worker.write(ping)
+
+        reporting = store_s(report)
         news = workers[0].news()
         reading = store_s(workers[0].news)
         store.set("mail/update/1", "{}")
