@@ -221,17 +221,20 @@ class Nodes:
         if len(bad) == len(commands) and (here in bad or len(lost) < len(bad)):
             # Slurm or node.sh is at fault: this node runs and fails, too, or Slurm does not report all nodes as lost.
             why = bad[here] if here in bad else next(why for node, why in bad.items() if node not in lost)
-            raise CommandFailed(f"no program can be started on any of the nodes {', '.join(commands)}: {why}")
+            raise CommandFailed(f"no program succeeds on any of the nodes {', '.join(commands)}: {why}")
         return bad
 
     def _stderr_lines(self, process: subprocess.Popen[str], end: float) -> list[str] | None:
         """Return the lines that a program printed to stderr until it ended; None if it still runs at `end`."""
         while True:
             self._look()
+            late = time.monotonic() > end
+            if late and process.poll() is None:  # not another LOOK_S for each of a thousand nodes that hang
+                return None
             try:
                 return process.communicate(timeout=LOOK_S)[1].strip().splitlines()
             except subprocess.TimeoutExpired:
-                if time.monotonic() > end:
+                if late:
                     return None
 
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:

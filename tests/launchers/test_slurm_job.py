@@ -54,7 +54,7 @@ elif name == "srun":
     nodes = next(o for o in given if o.startswith("--nodelist=")).partition("=")[2].split(",")
     if given[-1] == "true":
         write("called", "")
-        time.sleep(2 if is_there("slow") else 0)
+        time.sleep(60 if is_there("hangs") else 2 if is_there("slow") else 0)
         if nodes[0] in dead or is_there("no steps"):
             sys.exit(f"srun: error: Task launch failed on node {nodes[0]}")
     elif given[-1] == "guard":
@@ -195,7 +195,7 @@ def test_where_nothing_can_be_started_no_node_is_blamed(world):
     (world.folder / "dead").write_text("n1 n2")
     code, said = world.run("1", nodes="n1,n2")  # n1 is the one that the job's program runs on
     assert code == 1
-    assert "no program can be started on any of the nodes n1, n2" in said
+    assert "no program succeeds on any of the nodes n1, n2" in said
     assert not world.asked("sbatch")
 
 
@@ -411,6 +411,21 @@ def test_the_guard_hears_of_the_driver_while_this_waits_for_answers_of_nodes(wor
     assert len(told_alive) >= 3
 
 
+def test_nodes_that_all_hang_are_named_once_their_common_time_is_up(world, nodes, monkeypatch):
+    (world.folder / "hangs").touch()
+    monkeypatch.setitem(nodes._plan, "limit_s", 0.5)
+    with pytest.raises(files.CommandFailed, match=r"any of the nodes n1, n2: not finished within 0\.5 s"):
+        nodes.roll_call(["n1", "n2"])
+
+
+def test_a_node_that_hangs_is_not_waited_for_again_once_the_time_is_up(nodes, monkeypatch):
+    """Of a thousand nodes that hang each would take LOOK_S more."""
+    monkeypatch.setattr(nodes_module, "LOOK_S", 600.0)
+    with subprocess.Popen(["sleep", "20"], stderr=subprocess.PIPE, text=True) as process:
+        assert nodes._stderr_lines(process, time.monotonic() - 1) is None
+        process.kill()
+
+
 def test_the_guard_hears_of_the_driver_while_this_waits_for_the_end_of_a_step(nodes, told_alive, monkeypatch):
     monkeypatch.setattr(nodes_module, "STOP_S", 2.0)
     monkeypatch.setattr(nodes_module, "LOOK_S", 0.05)
@@ -474,7 +489,7 @@ def test_where_nothing_can_be_started_no_node_is_blamed_though_the_first_one_tak
     (world.folder / "no steps").touch()
     code, said = world.run("1", spares=1)
     assert code == 1
-    assert "no program can be started on any of the nodes n2, n3: srun: error" in said
+    assert "no program succeeds on any of the nodes n2, n3: srun: error" in said
     assert world.excluded().keys() == {"n1"}
 
 
