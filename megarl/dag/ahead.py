@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
-from megarl.dag.staleness import policy_of
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,15 +114,6 @@ def _refuse_keys(config: RunConfig) -> None:
             found=lag,
             allowed=f"1 to {MOST}, or 0 with {ORDER}=in_order",
             fix=f"set {KEY}=1, or {ORDER}=in_order",
-        )
-    if policy_of(config).copies and config.actor.engine.offloaded:
-        raise ConfigError(
-            f"actor.engine.offload has not been tested with {KEY} above 1, where copies of weights that have yet to be "
-            "sent to the rollout's team are in host memory",
-            where="actor.engine.offload",
-            found=config.actor.engine.offload,
-            allowed=f"false with {KEY} above 1",
-            fix=f"set actor.engine.offload=false, or {KEY}=1",
         )
 
 

@@ -21,7 +21,6 @@ from megarl.config.placement import TeamConfig
 from megarl.config.run import RunConfig
 from megarl.dag.shares import batch_sizes
 from megarl.dag.stage import Role
-from megarl.dag.staleness import policy_of
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
 from megarl.planning.step import server_devices
@@ -349,10 +348,8 @@ class Space:
         # Offloading helps only models that take turns on a GPU, so not an actor in a team of its own. On a CPU the
         # recipe's value stays.
         by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
-        # The checks refuse offloading if copies of older weights wait to be sent to servers (async.order=in_order).
-        copied = policy_of(self.config).copies > 0
         written = given.offload if isinstance(given.offload, bool) else tuple(given.offload)
-        offloads: list[Offload] = [False] if by_itself or copied else [False, True]
+        offloads: list[Offload] = [False] if by_itself else [False, True]
         if spread.colocated and len(offloads) > 1:  # if samples are short, the parameters may stay on the device
             offloads.append((GRADIENTS, OPTIMIZER))
         # A streamed optimizer needs offloading, so no other value would pass the checks.

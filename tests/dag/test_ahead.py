@@ -42,13 +42,6 @@ def test_what_scores_the_samples_frozen_may_be_with_it():
         (
             "grpo_quickstart",
             APART,
-            ("async.max_staleness=2", "actor.engine.offload=true"),
-            "actor.engine.offload",
-            "has not been tested",
-        ),
-        (
-            "grpo_quickstart",
-            APART,
             ("rollout.stale_steps=1",),
             "rollout.stale_steps",
             "is for experiments in which the rollout",

@@ -202,11 +202,6 @@ def test_whole_machines_may_draw_and_so_may_what_the_recipe_has():
     assert 6 in draws
 
 
-def test_weights_that_wait_for_their_turn_stay_on_the_device():
-    space = search(AHEAD, "async={order: in_order, partial: false}", hardware=replace(H100, nodes=4)).space
-    assert {offload for spread in space.spreads() for _, offload in space.budgets(spread)} == {False}
-
-
 def test_sizes_of_the_actor_have_the_draft_head_that_a_run_trains():
     plain, drafting = (search(BIG, *DRAFTING, *more) for more in ((), ("actor.mtp={}",)))
     actor, rollout = drafting._sizes[Role.ACTOR], drafting._sizes[Role.ROLLOUT]
