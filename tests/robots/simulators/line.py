@@ -17,30 +17,34 @@ import numpy as np
 from megarl.robots.simulators.protocol import Numbers, Observation, Outcome, SettingError, Simulator, TaskSpec
 
 CAMERAS = {"front": (4, 6), "wrist": (2, 2)}
+#: Settings of one point and of many (lines.py).
+SETTINGS: dict[str, Any] = {
+    "wrong": "",  # how it fails
+    "at": 2,  # environment steps of an episode after which it does
+    "once": None,  # a file that is there once it has: then it does not again
+    "limit": 6,
+    "told": "",  # the instruction of an episode
+}
 
 
 class Line(Simulator):
     """Actions move a point; from 1 on is success. The trial is where it starts, in tenths."""
 
     settings: ClassVar[Mapping[str, Any]] = {
-        "wrong": "",  # how it fails
+        **SETTINGS,
         "writes": "",  # a kind of tests/hostile.py that it writes into its descriptors where `wrong` is "write"
         "marker": "",  # a file that is there if what it writes is executed
-        "at": 2,  # environment steps of an episode after which it does
-        "once": None,  # a file that is there once it has: then it does not again
-        "limit": 6,
-        "told": "",  # the instruction of an episode
     }
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
         if settings["wrong"] == "setting":
             raise SettingError("a line has no such end", "wrong", "setting", ["exit", "hang"])
-        return [_spec(name, settings) for name in ("left", "right")]
+        return [task_of(name, settings) for name in ("left", "right")]
 
     def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
         print(f"constructs {task}")  # as simulators do
-        self.spec, self._settings = _spec(task, settings), settings
+        self.spec, self._settings = task_of(task, settings), settings
         self._place, self._steps = 0.0, 0
         if settings["wrong"] == "construct":
             raise FileNotFoundError("meshes are missing")
@@ -66,15 +70,7 @@ class Line(Simulator):
         return np.array([0.25, 0], np.float32)
 
     def _now(self, wrong: str) -> bool:
-        once = self._settings["once"]
-        if self._settings["wrong"] != wrong or self._steps < self._settings["at"]:
-            return False
-        if once:
-            try:
-                Path(once).touch(exist_ok=False)  # of several processes one
-            except FileExistsError:
-                return False
-        return True
+        return fails(self._settings, wrong, self._steps)
 
     def _fail(self) -> None:
         if self._now("exit"):
@@ -114,7 +110,19 @@ class Line(Simulator):
         return Observation(frames, state)
 
 
-def _spec(name: str, settings: Mapping[str, Any]) -> TaskSpec:
+def fails(settings: Mapping[str, Any], wrong: str, steps: int) -> bool:
+    """Whether an episode fails in the way `wrong` after `steps` environment steps."""
+    if settings["wrong"] != wrong or steps < settings["at"]:
+        return False
+    if settings["once"]:
+        try:
+            Path(settings["once"]).touch(exist_ok=False)  # of several processes one
+        except FileExistsError:
+            return False
+    return True
+
+
+def task_of(name: str, settings: Mapping[str, Any]) -> TaskSpec:
     return TaskSpec(name, f"go {name}", 5, settings["limit"], 2, 2, CAMERAS)
 
 

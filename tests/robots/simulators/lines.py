@@ -5,32 +5,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from line import CAMERAS, SETTINGS, fails, task_of  # as a simulator's file imports another one of its folder
 
 from megarl.robots.simulators.batched import BatchedSimulator, RowSteps, Views
 from megarl.robots.simulators.protocol import TaskSpec
-
-CAMERAS = {"front": (4, 6), "wrist": (2, 2)}
 
 
 class Lines(BatchedSimulator):
     """Actions move points; from 1 on is success. A trial is where a point starts, in tenths."""
 
     settings: ClassVar[Mapping[str, Any]] = {
-        "wrong": "",  # how it fails
-        "row": 0,  # the row that does
-        "at": 2,  # environment steps of its episode after which it does
-        "once": None,  # a file that is there once it has: then it does not again
-        "limit": 6,
-        "told": "",  # the instruction of an episode
+        **SETTINGS,
+        "row": 0,  # the row that fails
     }
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
-        return [TaskSpec(name, f"go {name}", 5, settings["limit"], 2, 2, CAMERAS) for name in ("left", "right")]
+        return [task_of(name, settings) for name in ("left", "right")]
 
     def __init__(self, task: str, settings: Mapping[str, Any], rows: int) -> None:
         print(f"constructs {task}")
@@ -81,12 +75,5 @@ class Lines(BatchedSimulator):
         return np.tile(np.array([0.25, 0], np.float32), (len(rows), 1))
 
     def _now(self, wrong: str, rows: Any) -> bool:
-        row, once = self._settings["row"], self._settings["once"]
-        if self._settings["wrong"] != wrong or row not in rows or self._steps[row] < self._settings["at"]:
-            return False
-        if once:
-            try:
-                Path(once).touch(exist_ok=False)
-            except FileExistsError:
-                return False
-        return True
+        row = self._settings["row"]
+        return row in rows and fails(self._settings, wrong, self._steps[row])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,9 @@ def write_published(folder: Path, layers: int) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
+_MLP = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+
+
 class Files:
     """Tensors of the folder's files by name, in float32, read when they are asked for."""
 
@@ -136,12 +140,29 @@ class Files:
         return F.linear(x, self[f"{name}.weight"], self[f"{name}.bias"])
 
 
-def _qkv(files: Files, prefix: str, names: tuple[str, ...]) -> dict[str, Tensor]:
-    parts = {}
-    for kind in ("weight", "bias"):
-        thirds = files[f"{prefix}attn.qkv.{kind}"].chunk(3)
-        parts |= {f"{name}.{kind}": third for name, third in zip(names, thirds, strict=True)}
-    return parts
+@dataclass(frozen=True)
+class _BlockNames:
+    """How a class of transformers names the tensors of a block of timm's towers."""
+
+    attention: str  # the module with the projections of queries, keys and values, which the files have as one tensor
+    modules: dict[str, str]  # the files' name of a module with weight and bias -> its name in the class
+    scales: dict[str, str] = field(default_factory=dict)  # the same for tensors
+
+
+def _through_blocks(
+    files: Files, prefix: str, tower: str, block: nn.Module, names: _BlockNames, hidden: Tensor, **inputs: Any
+) -> Tensor:
+    """Features after the blocks of a tower whose tensors begin with `prefix`, which `block` is filled with in turn."""
+    for number in range(KNOWN_TOWERS[tower].blocks):
+        own = f"{prefix}blocks.{number}."
+        state = {theirs: files[own + ours] for ours, theirs in names.scales.items()}
+        for kind in ("weight", "bias"):
+            thirds = files[f"{own}attn.qkv.{kind}"].chunk(3)
+            state |= {f"{names.attention}.{n}_proj.{kind}": third for n, third in zip("qkv", thirds, strict=True)}
+            state |= {f"{theirs}.{kind}": files[f"{own}{ours}.{kind}"] for ours, theirs in names.modules.items()}
+        block.load_state_dict(state, assign=True)
+        hidden = _first(block.eval()(hidden, **inputs))
+    return hidden
 
 
 def dino_features(files: Files, pixels: Tensor) -> Tensor:
@@ -168,18 +189,10 @@ def dino_features(files: Files, pixels: Tensor) -> Tensor:
         strict=False,
         assign=True,
     )
-    hidden = embeddings.eval()(pixels)
-    names = tuple(f"attention.{name}_proj" for name in "qkv")
-    plain = {"norm1": "norm1", "attn.proj": "attention.o_proj", "norm2": "norm2"}
-    plain |= {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
-    for number in range(KNOWN_TOWERS["vit_large_patch14_reg4_dinov2.lvd142m"].blocks):
-        own = f"{prefix}blocks.{number}."
-        state = _qkv(files, own, names)
-        for kind in ("weight", "bias"):
-            state |= {f"{theirs}.{kind}": files[f"{own}{ours}.{kind}"] for ours, theirs in plain.items()}
-        state |= {f"layer_scale{n}.lambda1": files[f"{own}ls{n}.scale_factor"] for n in (1, 2)}
-        block.load_state_dict(state, assign=True)
-        hidden = _first(block.eval()(hidden))
+    modules = {"norm1": "norm1", "attn.proj": "attention.o_proj", "norm2": "norm2"} | _MLP
+    names = _BlockNames("attention", modules, {f"ls{n}.scale_factor": f"layer_scale{n}.lambda1" for n in (1, 2)})
+    tower = "vit_large_patch14_reg4_dinov2.lvd142m"
+    hidden = _through_blocks(files, prefix, tower, block, names, embeddings.eval()(pixels))
     return hidden[:, -256:]
 
 
@@ -203,18 +216,10 @@ def siglip_features(files: Files, pixels: Tensor) -> Tensor:
         },
         strict=False,
     )
+    modules = {"norm1": "layer_norm1", "attn.proj": "self_attn.out_proj", "norm2": "layer_norm2"} | _MLP
+    names = _BlockNames("self_attn", modules)
     hidden = embeddings.eval()(pixels)
-    names = tuple(f"self_attn.{name}_proj" for name in "qkv")
-    plain = {"norm1": "layer_norm1", "attn.proj": "self_attn.out_proj", "norm2": "layer_norm2"}
-    plain |= {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
-    for number in range(KNOWN_TOWERS["vit_so400m_patch14_siglip_224"].blocks):
-        own = f"{prefix}blocks.{number}."
-        state = _qkv(files, own, names)
-        for kind in ("weight", "bias"):
-            state |= {f"{theirs}.{kind}": files[f"{own}{ours}.{kind}"] for ours, theirs in plain.items()}
-        block.load_state_dict(state, assign=True)
-        hidden = _first(block.eval()(hidden, attention_mask=None))
-    return hidden
+    return _through_blocks(files, prefix, "vit_so400m_patch14_siglip_224", block, names, hidden, attention_mask=None)
 
 
 def _first(result: Any) -> Tensor:
