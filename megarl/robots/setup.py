@@ -19,7 +19,6 @@ from megarl.artifacts.action_statistics import (
     FILE,
     ActionStatistics,
     DatasetStatistics,
-    choose_statistics,
     statistics_text,
 )
 from megarl.config.components import settings_at
@@ -46,8 +45,8 @@ from megarl.robots.rollout.trials import Trials, limited, part_trials, val_sets
 from megarl.robots.scores import EpisodeScores
 from megarl.robots.simulators.wire import plain_spec, spec_of
 from megarl.robots.statistics import (
+    chosen_statistics,
     no_statistics,
-    policy_statistics,
     refuse_other_dim,
     refuse_other_family,
     refuse_other_state,
@@ -162,11 +161,9 @@ def model_statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, Datase
     """Return the name of a data set and its action statistics from the model's folder. A randomly initialised model
     gets statistics that change no number, under the simulator's name."""
     path = config.model.path
-    if path is not None and (stored := policy_statistics(resolve_folder(path), robot.bounds)) is not None:
-        known, where = stored
-        chosen = choose_statistics(known, robot.unnorm_key, where)
-        return next(name for name, entry in known.items() if entry is chosen), chosen
-    if path is not None or robot.unnorm_key is not None:
+    if path is not None:
+        return chosen_statistics(resolve_folder(path), robot, path)
+    if robot.unnorm_key is not None:
         raise no_statistics(path)
     return str(robot.simulator.get("name")), DatasetStatistics(ActionStatistics.plain(robot.dim))
 

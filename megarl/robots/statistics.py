@@ -6,7 +6,14 @@ from pathlib import Path
 
 from megarl.architectures.action_expert import SECTION
 from megarl.architectures.vision import VisionShape
-from megarl.artifacts.action_statistics import FILE, Bounds, DatasetStatistics, parse_statistics, read_statistics
+from megarl.artifacts.action_statistics import (
+    FILE,
+    Bounds,
+    DatasetStatistics,
+    choose_statistics,
+    parse_statistics,
+    read_statistics,
+)
 from megarl.artifacts.vla_folder import read_mapping
 from megarl.robots.config import RobotConfig
 from megarl.robots.models.vla.calls import FLOW
@@ -29,6 +36,23 @@ def policy_statistics(folder: Path, bounds: Bounds = "q99") -> tuple[dict[str, D
         return None
     where = f"{config}: {NORM_STATS}"
     return parse_statistics(raw[NORM_STATS], where, bounds), where
+
+
+def chosen_statistics(folder: Path, robot: RobotConfig, path: str) -> tuple[str, DatasetStatistics]:
+    """Return the name and the statistics of the data set that `robot.unnorm_key` names, or of the only one.
+
+    Args:
+        folder: the policy's folder on this machine.
+        path: `model.path`, for errors.
+
+    Raises:
+        ConfigError: the folder has no statistics, or none of this name.
+    """
+    stored = policy_statistics(folder, robot.bounds)
+    if stored is None:
+        raise no_statistics(path)
+    data = choose_statistics(stored[0], robot.unnorm_key, "robot.unnorm_key")
+    return next(name for name, entry in stored[0].items() if entry is data), data
 
 
 def refuse_other_dim(data: DatasetStatistics, dim: int) -> None:

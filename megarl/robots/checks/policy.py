@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.architectures.vision import VisionShape
-from megarl.artifacts.action_statistics import DatasetStatistics, choose_statistics
+from megarl.artifacts.action_statistics import DatasetStatistics
 from megarl.artifacts.facts import facts_from_config, local_folder, raw_config
 from megarl.artifacts.vla_folder import PREPROCESSOR, read_preprocessor
 from megarl.config.run import RunConfig
@@ -14,8 +14,7 @@ from megarl.robots.data.demonstration_sources import EXPERTS
 from megarl.robots.models.vla.calls import FLOW
 from megarl.robots.planning import action_columns
 from megarl.robots.statistics import (
-    no_statistics,
-    policy_statistics,
+    chosen_statistics,
     refuse_other_dim,
     refuse_other_family,
     refuse_other_state,
@@ -71,13 +70,9 @@ def _check_statistics(config: RunConfig, robot: RobotConfig) -> DatasetStatistic
     if robot.statistics == "demonstrations":
         _check_shown(config.sft.train_files or [], robot)
         return None
-    folder = None if path is None else local_folder(path)
-    if folder is None:
+    if path is None or (folder := local_folder(path)) is None:
         return None
-    known = policy_statistics(folder, robot.bounds)
-    if known is None:
-        raise no_statistics(path)
-    data = choose_statistics(known[0], robot.unnorm_key, "robot.unnorm_key")
+    _, data = chosen_statistics(folder, robot, path)
     refuse_other_dim(data, robot.dim)
     return data
 
