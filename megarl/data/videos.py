@@ -10,8 +10,10 @@ at i / fps seconds. Needs no torch: commands check rows before a run.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +146,9 @@ def open_video(value: Any, folder: Path | None, fps: float, most: int | None, wh
     source: Sequence[Any] | Path
     if isinstance(value, str) and value.endswith((".npy", ".gif")):
         source = path_of(value, folder, where, _NOUN, FORMS)
-        total, size, rate_of_file = _read_head(source, where)
+        with opened(source, where, _NOUN, FORMS) as data:
+            state = os.fstat(data.fileno())
+        total, size, rate_of_file = _read_head(source, f"{where}: {source}", (state.st_mtime_ns, state.st_size))
         given = rate_of_file if given is None else given
     elif isinstance(value, list) and value:
         source, total, size = value, len(value), image_size(value[0], folder, where)
@@ -173,12 +177,18 @@ def _check_total(total: int, where: str) -> None:
         )
 
 
-def _read_head(file: Path, where: str) -> tuple[int, tuple[int, int], float | None]:
-    """Return number, height and width of a file's frames, and frames per second if the file has durations."""
+@lru_cache(maxsize=1 << 16)
+def _read_head(file: Path, where: str, state: tuple[int, int]) -> tuple[int, tuple[int, int], float | None]:
+    """Return number, height and width of a file's frames, and frames per second if the file has durations.
+
+    The result is kept, because each use of a row asks for it, and the durations of a GIF take half as long as its
+    frames.
+
+    Args:
+        state: time of the last change and size of the file; a changed file is read again.
+    """
     from PIL import Image
 
-    opened(file, where, _NOUN, FORMS).close()
-    where = f"{where}: {file}"
     with readable(where, _NOUN):
         if file.suffix == ".npy":
             total, height, width, _ = _array(file, where).shape

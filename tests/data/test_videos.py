@@ -51,6 +51,19 @@ def test_every_form_of_a_video_is_the_same_video(kind, tmp_path):
     assert {clip.fps for clip in clips} == {2.0}
 
 
+def test_the_times_of_a_gif_are_read_again_only_if_the_file_has_changed(tmp_path, monkeypatch):
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "green", "blue")]
+    reads, file = [], tmp_path / "v.gif"
+    monkeypatch.setattr(
+        Image, "open", lambda *given, read=Image.open, **more: reads.append(given) or read(*given, **more)
+    )
+    for count in (2, 3):
+        frames[0].save(file, save_all=True, append_images=frames[1:count], duration=100)
+        for _ in range(3):  # where the prompt is read, expanded, and used
+            assert open_video("v.gif", tmp_path, 2.0, None, "row 1").total == count
+    assert len(reads) == 2
+
+
 def test_a_longer_video_has_frames_at_equal_distances_and_their_times():
     clip = open_video([Image.fromarray(each) for each in frames(9)], None, 4.0, 4, "a row")
     assert clip.chosen == (0, 3, 5, 8)
