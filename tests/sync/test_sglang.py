@@ -279,7 +279,7 @@ def assert_all_verified(
                 ("qwen3_moe", {"moe_intermediate_size": 64}, {2: [{"ep": 2}]}, 39),
                 ("qwen2", {"tie_word_embeddings": True}, {2: [VPP2]}, 30),
                 ("llama", {}, {2: [PP2, VPP2]}, 27),
-                ("olmo2", {}, {2: [{"tp": 2}, PP2]}, 35),
+                ("olmo2", {}, {2: [{"tp": 2}, PP2]}, 43),
                 ("deepseek_v3", {**NARROW, "q_lora_rank": None}, {2: [{"tp": 2}, PP2], 4: [TP2_PP2]}, 51),
                 ("glm4_moe_lite", {**NARROW, "q_lora_rank": 24}, {2: [{"tp": 2}, PP2]}, 55),
                 ("glm4_moe", NARROW, {2: [{"tp": 2}, PP2, {"ep": 2}]}, 51),
