@@ -130,6 +130,8 @@ def readings(model) -> list[dict]:
         for part in (part for part in block.children() if isinstance(part, RadixAttention)):
             ones, rope = torch.ones(ROTATED, 1, part.head_dim), getattr(block, "rotary_emb", None)
             if rope is not None:
+                if hasattr(rope, "_ensure_cos_sin_cache_length"):  # as a server does once the model is loaded
+                    rope._ensure_cos_sin_cache_length(ROTATED - 1)
                 ones = rope.forward_native(torch.arange(ROTATED), ones.clone(), ones.clone())[0]
             window = part.sliding_window_size
             sizes = {"factor": part.scaling, "cap": part.logit_cap or None, "width": part.head_dim}
