@@ -321,6 +321,7 @@ def test_a_setting_that_cannot_work_names_its_key(failures, on, overrides, key) 
     [
         ("qwen3_moe", "mlp_only_layers: [1]", ["model: mlp_only_layers, decoder_sparse_step"]),
         ("qwen3_moe", "decoder_sparse_step: 2", ["model: mlp_only_layers, decoder_sparse_step"]),
+        ("qwen3_moe", "decoder_sparse_step: 8", ["model: mlp_only_layers, decoder_sparse_step"]),  # no experts at all
         ("qwen3_moe", "mlp_only_layers: []", []),
         ("glm4_moe", "first_k_dense_replace: 1, attention_bias: true", []),  # SGLang reads this key
     ],

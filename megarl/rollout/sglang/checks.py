@@ -322,11 +322,12 @@ def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> Non
         )
     # SGLang 0.5.23 reads neither key that chooses layers without experts: mlp_only_layers, decoder_sparse_step.
     lists = "mlp_only_layers" in ARCHITECTURES[facts.model_type].keys
-    if facts.dense_layers and lists:
+    dense = facts.dense_layers if facts.is_moe else facts.layers
+    if dense and lists:
         checks.fail(
             "model: mlp_only_layers, decoder_sparse_step",
             "SGLang expects experts in every layer, and this model has layers without experts",
-            found=f"{facts.dense_layers} of {count(facts.layers, 'layer')} without experts",
+            found=f"{dense} of {count(facts.layers, 'layer')} without experts",
             allowed="experts in all layers where SGLang servers generate",
             fix="set rollout.engine=embedded, or take a model with experts in all layers",
         )
