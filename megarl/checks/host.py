@@ -142,4 +142,8 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     if servers is not None and not servers.urls and not gpu and job != "sft":
         needed = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
         terms.append(term(f"{servers.servers} servers", needed, "rollout.sglang.servers", rough=True))
+    if gpu and config.rollout.colocated and config.sync.adapters == "separate" and job != "sft":
+        needed = config.rollout.sglang.servers * config.rollout.sglang.ranks * server_bytes(config, facts)
+        needed /= config.cluster.nnodes
+        terms.append(term("servers' base model while it is off the GPUs", needed, "sync.adapters", rough=True))
     return terms

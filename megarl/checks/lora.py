@@ -20,6 +20,8 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
     """Check the section `model.lora`, if it is set."""
     checks = checks.of(_NAME)
     lora = config.model.lora
+    if config.sync.adapters == "separate":
+        _check_separate(config, checks)
     if lora is None:
         return
     if facts is not None:
@@ -52,6 +54,28 @@ def check_lora(config: RunConfig, facts: ModelFacts | None, placement: Placement
             break
     if placement is not None:
         _check_critic(config, placement, checks)
+
+
+def _check_separate(config: RunConfig, checks: Checklist) -> None:
+    """Check that there are adapters, and servers that can get them without the other weights."""
+    obstacles = (
+        ("model.lora", config.model.lora is None, "a model without adapters has none to send", "model.lora={rank: 16}"),
+        (
+            "rollout.engine",
+            config.rollout.servers is None,
+            "only servers load adapters separately from the base model",
+            "an engine of servers",
+        ),
+    )
+    for key, is_set, why, allowed in obstacles:
+        if is_set:
+            checks.fail(
+                "sync.adapters",
+                why,
+                found="separate",
+                allowed=f"merged; separate with {allowed}",
+                fix=f"set sync.adapters=merged, or change {key}",
+            )
 
 
 def _check_expert_layout(role: str, parallel: ParallelConfig, checks: Checklist) -> None:

@@ -28,12 +28,19 @@ class SyncConfig(Section):
     dtype: Literal["model", "bf16", "fp16", "fp32"] = Field(
         "model", description="dtype in which weights are sent; model: the dtype of the trainer's parameters"
     )
+    adapters: Literal["merged", "separate"] = Field(
+        "merged",
+        description="what an update sends when only low-rank adapters are trained (`model.lora`). merged: all weights, "
+        "with adapters merged in; separate: the base model once, then only the adapters, as files in `folder` that "
+        "the servers' machines must see; requests name the adapter of their weights",
+    )
     fp8: bool = Field(False, description="send projections in FP8 with one scale per 128 x 128 block")
     pause: Literal["abort", "retract", "in_place"] = Field(
         "retract",
         description="what happens to running requests at a weight update. abort: they end with the tokens that they "
         "have; retract: they continue under the new weights with a recomputed cache; in_place: they continue with the "
-        "old cache (for servers without a prefix cache)",
+        "old cache (for servers without a prefix cache). With adapters=separate and retract they finish with the "
+        "adapter that they began with",
     )
     verify: Literal["off", "first", "every"] = Field(
         "first",
@@ -46,4 +53,6 @@ class SyncConfig(Section):
         description="address at which servers reach a trainer on one machine (distributed, shards); null: that of the "
         "interface that reaches the server",
     )
-    folder: str | None = Field(None, description="folder of the disk transport; null: sync/ of the run folder")
+    folder: str | None = Field(
+        None, description="folder of the disk transport, and of adapters=separate; null: sync/ of the run folder"
+    )

@@ -35,6 +35,7 @@ from megarl.planning.shard_sync import ShardUpdateSize, fullest_stage, shard_upd
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, known_sizes, parameter_bytes, state_bytes
 from megarl.planning.terms import held
 from megarl.planning.vision import image_flops
+from megarl.planning.weight_sync import adapter_bytes
 from megarl.planning.workload import Share, Workload, token_bytes
 from megarl.system.errors import ConfigError
 from megarl.system.offload_schedule import OPTIMIZER, PARAMETERS, PARTS
@@ -312,12 +313,18 @@ class StepFormulas:
 
     @cached_property
     def weights(self) -> list[Cost]:
-        """Return the costs of publishing weights to other processes that generate (formula W1 of docs/planning.md)."""
+        """Return the costs of publishing weights to other processes that generate (formulas W1 to W3 of
+        docs/planning.md)."""
         config, given, room = self.config, self.given, self.room
         actor, team = self.placement.home(Role.ACTOR), self.placement.home(Role.ROLLOUT)
         servers = config.rollout.servers
         if servers is None and team.name == actor.name:
             return []
+        if config.sync.adapters == "separate" and servers is not None:
+            # formula W3: every rank of a server reads the file with all adapters
+            size = adapter_bytes(config, self.served)
+            calls = Cost("W3", "calls", given.push_fixed_s + room.engines * given.server_push_ms / 1e3)
+            return [Cost("W3", "adapters to every engine", size / self._links.rate(inside=False), size), calls]
         if config.sends_shards:
             return self._shard_update(actor, room.engines, room.ranks)
         size = self.served.parameters * BYTES[config.rollout_dtype] / room.ranks
@@ -362,6 +369,9 @@ class StepFormulas:
             facts = known_sizes(self.sizes, Role.ACTOR)
             nbytes = 2 * parameter_bytes(facts, team.parallel, self.config.model.dtype)
             costs.append(Cost("T11", "the actor's parameters to host memory and back", nbytes / rate, nbytes))
+        if self.hardware.gpu and self.config.rollout.colocated and self.config.sync.adapters == "separate":
+            nbytes = 2 * self.server_weights
+            costs.append(Cost("T11", "servers' base model to host memory and back", nbytes / rate, nbytes))
         return costs
 
     @cached_property

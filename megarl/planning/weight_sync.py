@@ -12,11 +12,12 @@ The sizes of contexts, graphs and connections are not measured by this project, 
 from __future__ import annotations
 
 from megarl.artifacts.facts import ModelFacts
+from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.planning.nccl import PEER_BYTES
-from megarl.planning.shards import BYTES
+from megarl.planning.shards import BYTES, adapter_parameters
 from megarl.planning.terms import Term, term
 from megarl.system.errors import count
 
@@ -28,6 +29,8 @@ GRAPH_BYTES = 1.5e9
 """A server's CUDA graphs."""
 NETWORK_BYTES = 2**29
 """NCCL's network buffers for messages to all ranks on other machines (NVIDIA/nccl issue 2363)."""
+ADAPTER_SLOTS = 3
+"""Adapters on a server's device with `sync.adapters: separate`, which one rank holds whole at most."""
 _HASHING = 0.1e9
 CELL_BYTES = 0.15e9
 """NCCL's communicator of a trainer rank for weights from shard to shard (sync.transport: shards), assumed: with the
@@ -66,13 +69,19 @@ class WeightSyncMemory:
         bucket = self.config.sync.bucket_mb * 1e6
         return (share, 0.0) if share <= bucket else (max(bucket, self._largest), min(bucket, share - self._largest))
 
+    @property
+    def _separate(self) -> bool:
+        return self.config.sync.adapters == "separate"
+
+    def _buffer_terms(self) -> list[Term]:
+        if self.config.sync.transport not in _ON_DEVICE:
+            return []
+        return [term("buffers of new weights for servers", sum(self.buffers()), "sync.bucket_mb, the model's size")]
+
     def always(self) -> list[Term]:
         """Return the terms of device memory that weight updates and colocated servers take all the time, not only
         during an update."""
-        terms: list[Term] = []
-        if self.config.sync.transport in _ON_DEVICE:
-            size = sum(self.buffers())
-            terms.append(term("buffers of new weights for servers", size, "sync.bucket_mb, the model's size"))
+        terms = [] if self._separate else self._buffer_terms()
         shards = self.config.sends_shards
         terms += self._shards() if shards else self._slices()
         servers = self.config.rollout.sglang
@@ -80,6 +89,9 @@ class WeightSyncMemory:
             terms.append(Term("a server's context and workspaces", SERVER_BYTES, "rollout.sglang.colocated", 0.0))
             if not servers.releases_graphs:
                 terms.append(graphs())
+            if self._separate:
+                size = ADAPTER_SLOTS * adapter_bytes(self.config, self.facts)
+                terms.append(Term("a server's slots for adapters", size, "model.lora", 0.0))
             # Every rank of a server maps the buffers of all senders that send to it.
             others = max(self._here, servers.ranks) - 1
             if others and not shards and self.config.sync.transport in ("auto", "tensor"):
@@ -119,8 +131,11 @@ class WeightSyncMemory:
         ]
 
     def passing(self) -> list[Term]:
-        """Return the terms of device memory that are in use only during a weight update."""
-        terms: list[Term] = []
+        """Return the terms of device memory that are in use only during a weight update.
+
+        With `sync.adapters: separate` buffers are only there while the base model is sent.
+        """
+        terms = self._buffer_terms() if self._separate else []
         alone = max(self._here, self.config.rollout.sglang.ranks) == 1
         if self.config.rollout.colocated and not alone and not self.config.sends_shards:
             terms.append(Term("a bucket on its way into a server", max(self.buffers()), "sync.bucket_mb", 0.0))
@@ -129,6 +144,13 @@ class WeightSyncMemory:
             size = parts * self._largest + _HASHING
             terms.append(Term("a tensor that is verified", size, "sync.verify, the model's size", 0.0))
         return terms
+
+
+def adapter_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Return the bytes of all adapters in the dtype of the policy's parameters; 0 without `model.lora`."""
+    if config.model.lora is None:
+        return 0.0
+    return sum(adapter_parameters(facts, ParallelConfig(), config.model.lora)) * BYTES[config.model.dtype]
 
 
 def graphs() -> Term:

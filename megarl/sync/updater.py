@@ -178,16 +178,12 @@ class WeightSync:
         assert self.version is not None
         report = SyncReport(self.version, self.transport_name)
         start = time.perf_counter()
-        numbers = [r.number for r in self.receivers.all if r.answers and wanted(r)]
-        everyone = self.world.all_gather_json([numbers, self.transport.broken()])
-        broken = [why for _, why in everyone if why is not None]
-        if broken:
-            raise WorkerError(broken[0])
-        agreed = sorted(set.intersection(*(set(part) for part, _ in everyone)))
+        agreed = self._agreed(wanted)
         if not agreed:
             return report
         with phase("weight_sync"):
-            whole = self._must_send_frozen(agreed)
+            # Tensors that are not trained go to receivers that may lack them, or if the transport needs all tensors.
+            whole = not (self.plan.frozen and self.transport.in_parts) or bool(self._lacking(agreed))
             tag = version_tag(self.version, self.run)
             step = UpdateStep(f"update to version {tag}", self.config.timeout_s)
             updates = {
@@ -211,6 +207,19 @@ class WeightSync:
         self._close_report(report, agreed)
         return report
 
+    def _agreed(self, wanted: Callable[[Receiver], bool]) -> list[int]:
+        """Return the numbers of the `wanted` receivers that have failed on no rank. Collective.
+
+        Raises:
+            WorkerError: the transport cannot complete any update any more.
+        """
+        numbers = [r.number for r in self.receivers.all if r.answers and wanted(r)]
+        everyone = self.world.all_gather_json([numbers, self.transport.broken()])
+        broken = [why for _, why in everyone if why is not None]
+        if broken:
+            raise WorkerError(broken[0])
+        return sorted(set.intersection(*(set(part) for part, _ in everyone)))
+
     def _send_buckets(self, ready: list[int], report: SyncReport, *, whole: bool) -> None:
         """Send the tensors in buckets to the receivers `ready`; frozen tensors only if `whole`."""
         routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.receivers for n in ready)]
@@ -221,16 +230,16 @@ class WeightSync:
             self.transport.start(report.version, receivers)
         self.sender.run(routes, receivers, report, whole=whole)
 
-    def _must_send_frozen(self, numbers: list[int]) -> bool:
-        """Return whether the update must have all tensors, because a receiver in `numbers` may lack tensors that are
-        not trained, or because every update of the transport needs all tensors. Collective.
+    def _lacking(self, numbers: list[int]) -> set[int]:
+        """Return the receivers in `numbers` that no longer report the version that was sent to them last, or got none
+        yet. Collective.
         """
-        if not self.plan.frozen or not self.transport.in_parts:
-            return True
-        receivers = [self.receivers.all[number] for number in numbers if number in self._led]
-        with ThreadPoolExecutor(max(len(receivers), 1)) as pool:
+        led = [number for number in numbers if number in self._led]
+        with ThreadPoolExecutor(max(len(led), 1)) as pool:
+            receivers = (self.receivers.all[number] for number in led)
             hold = list(pool.map(lambda r: holds_last_version(r, self.run, self.config.timeout_s), receivers))
-        return any(self.world.all_gather_json(not all(hold)))
+        lacking = [number for number, holds in zip(led, hold, strict=True) if not holds]
+        return {number for part in self.world.all_gather_json(lacking) for number in part}
 
     def _finish(self, updates: dict[int, ReceiverUpdate], ready: list[int], report: SyncReport) -> None:
         """Publish the version; then the lead of each receiver (the rank that calls it) performs the steps of the update
@@ -260,8 +269,9 @@ class WeightSync:
         led = {n: update for n, update in led.items() if n not in report.failed}
         self._each(led, lambda update: update.reopen(self.transport.folder_held()), report)
 
-    def _verify(self, led: dict[int, ReceiverUpdate], numbers: list[int], report: SyncReport) -> None:
-        """Compare the checksums of the receivers `numbers` with the trainer's. Collective.
+    def _verify(self, led: Collection[int], numbers: list[int], report: SyncReport) -> None:
+        """Compare the checksums of the receivers `numbers` with the trainer's; this rank calls those in `led`.
+        Collective.
 
         A receiver that returns no checksums counts as failed.
 

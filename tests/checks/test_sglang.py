@@ -14,8 +14,8 @@ from megarl.config.load import load_config
 from megarl.config.rollout import RolloutConfig
 from megarl.config.run import RunConfig
 from megarl.config.sync import SyncConfig
+from megarl.rollout.sglang import adapters, server_places
 from megarl.rollout.sglang import checks as server_checks
-from megarl.rollout.sglang import server_places
 from megarl.system.compat import sglang
 from megarl.system.device import DTYPES
 from megarl.system.errors import ConfigError
@@ -24,12 +24,21 @@ from tests.models.tiny import EXTRA, tiny_dict
 BLOCKS = ["model.hf_config={head_dim: 128, intermediate_size: 512}"]  # whole blocks of FP8
 GROUPS = ["rollout.sglang.tp_size=2", "rollout.sglang.attention_dp=2"]
 URLS = "rollout.sglang.urls=[http://127.0.0.1:1]"
+SEPARATE = ["model.lora={rank: 2}", "sync.adapters=separate"]
+
+
+def _model(name: str) -> str:
+    return f"model.hf_config={json.dumps(tiny_dict(name, vocab_size=20))}"
+
+
+MIXTURE = [_model("qwen3_moe")]
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch) -> None:
     """The same checks on any machine."""
-    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: 0)
+    for module in (server_checks, adapters):
+        monkeypatch.setattr(module, "nvidia_devices", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -45,6 +54,12 @@ def on(tmp_path: Path) -> list[str]:
 def test_the_embedded_engine_needs_no_server(failures, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert failures() == []
+
+
+def test_separate_adapters_are_for_servers(failures, tmp_path) -> None:
+    (check,) = failures(*SEPARATE)
+    assert (check.key, check.found) == ("sync.adapters", "separate")
+    assert "only servers load adapters separately from the base model" in check.message
 
 
 def test_a_complete_setting_passes(failures, on) -> None:
@@ -299,6 +314,24 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["sync.address=::0"], "sync.address"),
         (["sync.transport=shards", "model.lora={rank: 2}"], "model.lora"),
         (["sync.pause=in_place"], "sync.pause"),
+        (["sync.adapters=separate"], "sync.adapters"),  # no adapters
+        *(
+            ([*SEPARATE, *overrides], key)
+            for overrides, key in (
+                ([*GROUPS], "rollout.sglang.attention_dp"),
+                (["rollout.sglang.speculative={algorithm: NGRAM}"], "rollout.sglang.speculative"),
+                (["sync.fp8=true"], "sync.fp8"),
+                (["sync.transport=shards"], "sync.transport"),
+                (
+                    ["sync.pause=in_place", "rollout.sglang.extra_args=[--disable-radix-cache]"],
+                    "sync.pause",
+                ),
+                (["rollout.sglang.extra_args=[--max-lora-rank,'64']"], "rollout.sglang.extra_args"),
+                (["rollout.sglang.tp_size=2", "model.hf_config.intermediate_size=96"], "rollout.sglang.tp_size"),
+                ([*MIXTURE, "model.lora.targets=[attention,experts]"], "model.lora.targets"),
+                ([_model("mixtral")], "sync.adapters"),
+            )
+        ),
         (
             [
                 "sync.pause=in_place",
@@ -449,6 +482,9 @@ def test_heads_are_shared_by_the_ranks_of_a_group(failures, on) -> None:
         ["rollout.sglang.colocated=true"],  # only advice
         ["sync.address=10.0.0.1"],
         ["sync.pause=in_place", "rollout.sglang.extra_args=[--disable-radix-cache]"],
+        [*SEPARATE],
+        [*SEPARATE, "rollout.sglang.colocated=true", "sync.folder=/some/place", "sync.pause=abort"],
+        [*SEPARATE, *MIXTURE],
     ],
 )
 def test_a_setting_that_works_passes(failures, on, overrides) -> None:

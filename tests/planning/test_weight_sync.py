@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from megarl.artifacts.facts import model_facts
 from megarl.checks.host import host_memory
 from megarl.config.load import load_config
-from megarl.config.model import ModelConfig
-from megarl.dag.placement import MODEL_ROLES, together
+from megarl.config.model import LoraConfig, ModelConfig, ParallelConfig
+from megarl.dag.placement import MODEL_ROLES, place, together
 from megarl.dag.stage import Role
+from megarl.models.hf import load_hf_config
 from megarl.models.weight_table import WeightTable
+from megarl.models.weights.adapters import adapter_tensors
+from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.memory import device_memory, offloaded_bytes
 from megarl.planning.shards import parameter_bytes, state_bytes
+from megarl.planning.step import StepFormulas
 from megarl.planning.weight_sync import WeightSyncMemory
 from megarl.sync.plan import holdings, make_plan
 from tests.models.tiny import tiny_dict
+from tests.planning.planned import H100, read
 from tests.sync.layouts import HERE, config, ranks_of, trainer
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 40_000}
@@ -88,6 +95,39 @@ def test_colocated_servers_count_in_every_moment_and_their_contexts_on_other_gpu
         "a server's weights, per rank of it",
         "a server's context and workspaces",
     }
+
+
+def test_with_separate_adapters_buffers_are_only_there_in_an_update_and_the_base_model_waits_in_host_memory():
+    base = recipe("model.lora={rank: 4}", "rollout.sglang.servers=2", "cluster.nproc=2")
+    separate = recipe("model.lora={rank: 4}", "rollout.sglang.servers=2", "cluster.nproc=2", "sync.adapters=separate")
+    facts = model_facts(separate.model)
+    found = {}
+    for name, made in (("base", base), ("separate", separate)):
+        memory = device_memory(made, sizes_of(made), together(made).teams[0], gpu=True)
+        found[name] = {moment.name: {term.what: term.bytes for term in moment.terms} for moment in memory.moments}
+    buffers, slots = "buffers of new weights for servers", "a server's slots for adapters"
+    assert all(buffers in terms for terms in found["base"].values())
+    assert [name for name, terms in found["separate"].items() if buffers in terms] == ["new weights for servers"]
+    shapes = adapter_tensors(load_hf_config(separate.model), separate.model.lora).values()
+    assert {terms[slots] for terms in found["separate"].values()} == {3 * 2 * sum(map(math.prod, shapes))}
+    waiting = "servers' base model while it is off the GPUs"
+    hosts = [host_memory(made, sizes_of(made), together(made), gpu=True).moments[0].terms for made in (base, separate)]
+    assert [[term.bytes for term in terms if term.what == waiting] for terms in hosts] == [
+        [],
+        [2 * parameter_bytes(facts, ParallelConfig(), "bf16")],
+    ]
+
+
+def test_the_plan_of_an_update_of_separate_adapters_counts_their_bytes():
+    config, graph, sizes = read("grpo_qwen3_8b_8gpu")
+    lora = LoraConfig(rank=16)
+    sync = config.sync.model_copy(update={"adapters": "separate"})
+    config = config.model_copy(update={"sync": sync, "model": config.model.model_copy(update={"lora": lora})})
+    formulas = StepFormulas(config, graph, place(graph, config), sizes, H100, PlanAssumptions.of(gpu=True))
+    assert [cost.formula for cost in formulas.weights] == ["W3", "W3"]
+    assert formulas.weights[0].bytes == pytest.approx(2 * 44e6, rel=0.01)  # docs/lora.md has the number of parameters
+    (base,) = [cost for cost in formulas.moves() if "base model" in cost.what]
+    assert base.bytes == pytest.approx(2 * 2 * 8.19e9, rel=0.01)  # to host memory and back
 
 
 def test_graphs_that_cannot_be_released_count_in_every_moment_and_others_have_copies_in_host_memory():

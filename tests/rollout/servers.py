@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from megarl.config.load import load_config
+from megarl.config.model import LoraConfig
 from megarl.config.sglang import SGLangConfig
+from megarl.rollout.sglang.adapters import serving_adapters
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
@@ -45,17 +47,19 @@ def start(folder: Path, model: Path, **config: Any) -> Fleet:
 
 @contextlib.contextmanager
 def running_server(recipe: Path) -> Iterator[tuple[str, ...]]:
-    """Overrides of `recipe` that name a server that runs already, with random weights."""
+    """Overrides of `recipe` that name a server that runs already, with random weights; it also loads adapters."""
     import torch
 
-    from megarl.models.hf import load_hf_config
+    from megarl.models.hf import facts_of, load_hf_config
     from megarl.models.weights.metadata import write_metadata
 
     need_interpreter()
     model = recipe.parent / "model"
     model.mkdir()
     write_metadata(model, load_hf_config(load_config(str(recipe), []).model), None, torch.float32)
-    settings, place = SGLangConfig(max_total_tokens=4096), WorkerPlace()
+    facts = facts_of(load_hf_config(load_config(str(recipe), []).model))
+    settings = serving_adapters(SGLangConfig(max_total_tokens=4096), LoraConfig(rank=4), facts, cuda=False)
+    place = WorkerPlace()
     more: dict[str, Any] = {"cuda": False, "random_weights": True, "world": WorkerGroup.alone()}
     with (
         forked_servers(),

@@ -13,13 +13,16 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
+from megarl.rollout.sglang.api import ServerApi
 from megarl.runtime.health import read_beat
 from megarl.sync.protocol import read_tag
 from megarl.system.compat.sglang import shared_memory
+from megarl.system.errors import ServerError
 from tests.disaggregated import test_as_ready_loop as test_flow
 from tests.forked import Command
-from tests.rollout.servers import need_interpreter, running_server
+from tests.rollout.servers import KEY_NAME, need_interpreter, running_server
 from tests.runtime import harness
 from tests.runtime.harness import GUESSING, finish, metrics, run, start, train, wait_for, write_recipe
 
@@ -29,6 +32,8 @@ LEARNING = ("sft.steps=0", "trainer.steps=6", "trainer.save_every=0", "validatio
 #: On a CPU these calls free nothing, but they must be taken at the right moments all the same.
 COLOCATED = ("rollout.sglang.colocated=true", "actor.engine.offload=true")
 SGLANG = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400", *LEARNING)
+#: Servers get the base model once, and then only the adapters; they are large enough to show from the third step on.
+SEPARATE = ("model.lora={rank: 4, alpha: 64}", "sync.adapters=separate")
 #: The phase of rank 0 while samples are generated.
 DRAWS = "step/rollout"
 #: For a machine on which a server takes minutes to start.
@@ -99,6 +104,34 @@ def test_a_server_generates_with_adapters_merged(recipe, external, tmp_path):
     assert 0 < max(steps[step]["sync/probe_gap"] for step in (1, 2, 3)) < 1e-4  # in one step it may be 0
 
 
+def test_a_server_gets_separate_adapters_after_its_first_update(recipe, external, tmp_path):
+    """Both replicas and both tensor-parallel ranks hold parts of what is written; the base model went once."""
+    steps = train(recipe, tmp_path, *SGLANG, *external, *SEPARATE, "actor.parallel.tp=2", "trainer.steps=3")
+    sizes = load_file(tmp_path / "hf_adapter" / "adapter_model.safetensors").values()
+    nbytes = sum(tensor.nbytes for tensor in sizes)
+    for step in (1, 2, 3):
+        assert steps[step]["sync/verified_tensors"] > len(sizes)
+        assert steps[step]["sync/failed"] == 0
+        assert steps[step]["rollout_corr/logp_diff_max"] < 1e-4
+        assert steps[step]["rollout_corr/staleness_max"] == 0
+    assert 0 < max(steps[step]["sync/probe_gap"] for step in (1, 2, 3)) < 1e-4
+    assert [steps[step]["sync/gb"] for step in (2, 3)] == [pytest.approx(nbytes / 1e9)] * 2
+    assert sorted(folder.name for folder in (tmp_path / "sync/adapters").iterdir()) == ["v00000002", "v00000003"]
+    refuse_other_values(external, tmp_path / "sync/adapters/v00000003")
+
+
+def refuse_other_values(external: tuple[str, ...], folder: Path) -> None:
+    """The server compares what it reads with the hashes that the trainer has written beside it."""
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    wrong = next(name for name in tensors if name.endswith("lora_B.weight"))
+    tensors[wrong] = tensors[wrong] + 1.0
+    save_file(tensors, file)
+    api = ServerApi(external[0].partition("[")[2].rstrip("]"), os.environ[KEY_NAME], "server 0")
+    with pytest.raises(ServerError, match=rf"1 of {len(tensors)} adapter tensors differ from the trainer's: {wrong}"):
+        api.call("/load_lora_adapter", {"lora_name": "9@x", "lora_path": str(folder)}, deadline_s=60, phase="test")
+
+
 @pytest.mark.parametrize(
     "env",
     [
@@ -161,6 +194,11 @@ def stop_halfway(recipe: str, run_dir: str, overrides: list[str], teams: list[di
     [
         pytest.param((), None, id="whole", marks=pytest.mark.campaign("servers")),
         pytest.param((test_flow.PARTIAL, *TRAINING_ONLY), stop_halfway, id="partial"),
+        pytest.param(
+            *((test_flow.PARTIAL, *TRAINING_ONLY, *SEPARATE), stop_halfway),
+            id="adapters",
+            marks=pytest.mark.campaign("servers"),
+        ),
     ],
 )
 def test_samples_go_to_training_as_they_get_ready_on_a_server(recipe, external, tmp_path, overrides, work):
@@ -270,11 +308,16 @@ def test_own_server_ends_with_a_killed_run(recipe):
 
 
 @pytest.mark.campaign("servers")
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("phase", [DRAWS, "weight_sync", "probe", "residency"])
-def test_a_server_that_hangs_in_any_phase_is_replaced(recipe, tmp_path, phase, servers):
+@pytest.mark.parametrize(
+    ("phase", "servers", "more"),
+    [
+        *((phase, servers, ()) for phase in (DRAWS, "weight_sync", "probe", "residency") for servers in (1, 2)),
+        pytest.param(DRAWS, 2, SEPARATE, id="adapters"),
+    ],
+)
+def test_a_server_that_hangs_in_any_phase_is_replaced(recipe, tmp_path, phase, servers, more):
     need_interpreter()
-    settings = (*SGLANG, *COLOCATED, *DRAWING, "actor.parallel.tp=2", f"rollout.sglang.servers={servers}")
+    settings = (*SGLANG, *COLOCATED, *DRAWING, *more, "actor.parallel.tp=2", f"rollout.sglang.servers={servers}")
     began = time.monotonic()
     patience = ("rollout.sglang.health_timeout_s=40", "sync.timeout_s=60")  # a busy machine must not look like a hang
     process = start(recipe, tmp_path, *settings, *patience, "trainer.steps=3")

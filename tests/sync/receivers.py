@@ -42,16 +42,18 @@ def fleet_of(urls: list[str], *, external: bool = False, colocated: bool = False
 def weight_sync(
     chunks: Sequence[Any], fleet: Fleet, config: Any, run_dir: str | Path, tp: int = 1, attention_dp: int = 1
 ):
-    """Weights from all ranks of this world to a fleet whose servers have `tp` ranks."""
+    """Weights, or separate adapters, from all ranks of this world to a fleet whose servers have `tp` ranks."""
     from megarl.rollout.sglang.layout import ServerLayout
     from megarl.rollout.sglang.receiver import SglangReceivers
+    from megarl.sync.adapters import AdapterSync
     from megarl.sync.updater import WeightSync
 
     # Programs: test_relay_process.py. The process of tests may have a manager of shared memory, which no fork can use.
     if multiprocessing.parent_process() is not None:
         fork_relays()
     servers = SglangReceivers(fleet, ServerLayout.of(chunks[0].hf_config, tp, attention_dp=attention_dp))
-    return WeightSync(chunks, servers, config, Path(run_dir), world())
+    kind = AdapterSync if config.adapters == "separate" else WeightSync
+    return kind(chunks, servers, config, Path(run_dir), world())
 
 
 def server_receiver(api: Any, number: int = 0, **layout: int):

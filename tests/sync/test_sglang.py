@@ -3,6 +3,7 @@
 import contextlib
 import re
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,15 @@ pytestmark = [
 
 
 @contextlib.contextmanager
-def serving(folder: Path, name: Any, dtype: str = "float32", tp_size: int = 1, attention_dp: int = 1, **changes):
+def serving(
+    folder: Path,
+    name: Any,
+    dtype: str = "float32",
+    tp_size: int = 1,
+    attention_dp: int = 1,
+    arguments: Sequence[str] = (),
+    **changes,
+):
     """Address of a server that was started with a tiny model, saved in folder/model, or with transformers' `name`."""
     from megarl.rollout.sglang.server import ServerProcess, ServerSpec, health
 
@@ -48,7 +57,8 @@ def serving(folder: Path, name: Any, dtype: str = "float32", tp_size: int = 1, a
     else:
         (model := name).save_pretrained(folder / "model")
     write_metadata(folder / "model", model.config, None, torch.float32)  # with the keys that only servers read
-    config = SGLangConfig(max_total_tokens=4096, context_length=128, tp_size=tp_size, attention_dp=attention_dp)
+    layout = {"tp_size": tp_size, "attention_dp": attention_dp, "extra_args": list(arguments)}
+    config = SGLangConfig(max_total_tokens=4096, context_length=128, **layout)
     spec = ServerSpec(0, config, folder / "model", dtype, "127.0.0.1", KEY, folder, cuda=False)
     server = ServerProcess(spec)
     with forked_servers():

@@ -1,4 +1,4 @@
-"""Tests SGLang servers, colocated and on their own GPUs, with each transport of weights.
+"""Tests SGLang servers, colocated and on their own GPUs, with each transport of weights, and with separate adapters.
 
 After every update checksums of all tensors are compared, and log-probs of generated samples with the trainer's.
 """
@@ -32,6 +32,7 @@ _PROMPTS = 8
 #: Limits for the difference between log-probs of servers and trainer: in float32 2e-5 was measured on a CPU; bf16 keeps
 #: 8 bits.
 _LIMITS = {"fp32": 1e-3, "bf16": 0.2}
+_ADAPTERS = ("model.lora={rank: 16}", "sync.adapters=separate")
 _MODEL = "Qwen/Qwen3-0.6B"  # randomly initialised; large enough for update times to be meaningful
 
 
@@ -53,6 +54,9 @@ def run(found: Findings, folder: Path) -> None:
                 found.skip(name, "servers release their weights in each update, so a delta has nothing to change")
             else:
                 _run_and_check(found, name, settings(gpus, transport, colocated=colocated), folder)
+        if gpus != 1 or colocated:
+            given = settings(gpus, "auto" if gpus else "tensor", colocated=colocated)
+            _run_and_check(found, f"{'colocated' if colocated else 'apart'} adapters", [*given, *_ADAPTERS], folder)
 
 
 def settings(gpus: int, transport: str, *, colocated: bool) -> list[str]:
@@ -157,14 +161,18 @@ def work(config: RunConfig, run_dir: Path) -> None:
 
 
 def _update(c: RankState, version: int) -> dict[str, float]:
-    """Change all weights, equally on every rank, and publish them; return the metrics of the update."""
+    """Change all weights that are trained, equally on every rank, and publish them; return the metrics of the
+    update."""
     from megarl.runtime.generation import publish
     from megarl.system.metrics import Metrics
 
     with c.offload.phase("score", "actor"), torch.no_grad():
         for chunk in c.actor.chunks:
             for parameter in chunk.parameters():
-                parameter.mul_(1.0 + 0.01 * version)
+                if c.config.model.lora is None:
+                    parameter.mul_(1.0 + 0.01 * version)
+                elif parameter.requires_grad:  # adapters, half of which begin as zeros
+                    parameter.add_(0.003 * version)
     c.context.metrics = Metrics()
     publish(c, version)
     return {name: value for name, value in c.context.metrics.result().items() if name.startswith("sync/")}

@@ -11,6 +11,7 @@ named `base_layer`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -34,6 +35,8 @@ from megarl.models.weights.files import SafetensorsWriter, replace_folder
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ConfigError
 
+DIGESTS = "megarl_sha256"
+"""Key of the settings with the SHA-256 of each tensor in the file, which the server's hook (serve.py) compares."""
 _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(lora_[AB])\.weight")
 _STACKS = {"gate_up_proj": ".base_layer", "down_proj": ""}
@@ -52,32 +55,73 @@ def export_adapter(
             because readers may run in another folder.
         world: all ranks that hold the model; its first one writes.
     """
-    tensors = iter_adapter_tensors(chunks, lora, world)
-    if world.rank != 0:
-        for _ in tensors:
-            pass
-    else:
-        if base is not None and (local := Path(base).expanduser()).is_dir():
-            base = str(local.absolute())
-        shapes = adapter_tensors(chunks[0].hf_config, lora)
-        stored, hf = _stored(shapes), chunks[0].hf_config
-        form: Callable[[str], str] = str if encoder_of(hf) is None else module_name
-        temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-        temporary.mkdir(parents=True)
-        named = {_PREFIX + form(name): shape for name, shape in stored.items()}
-        writer = SafetensorsWriter(temporary / TENSORS, named, chunks[0].config.params_dtype)
-        for name, tensor in _in_stacks(tensors, shapes):
-            writer.add(_PREFIX + form(name), tensor)
-        writer.close()
-        modules = [form(name) for name in stored]
-        # PEFT converts the names of experts only in models without a vision encoder.
-        sees = encoder_of(hf) is not None
-        settings = peft_config(lora, modules, base, mixture=num_experts(hf) is not None and not sees)
-        settings["target_modules"] = _targets(settings["target_modules"], modules, whole=sees)
-        text = json.dumps(settings, indent=2, sort_keys=True)
-        (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
-        replace_folder(temporary, folder)
+    if base is not None and (local := Path(base).expanduser()).is_dir():
+        base = str(local.absolute())
+    write_adapter(chunks, folder, lora, base=base, world=world)
     world.barrier()
+
+
+def write_adapter(
+    chunks: Sequence[PolicyModel],
+    folder: Path,
+    lora: LoraConfig,
+    *,
+    base: str | None,
+    world: WorkerGroup,
+    digests: bool = False,
+) -> None:
+    """Write the adapters as `export_adapter` does, and return on the other ranks before the folder is complete.
+
+    Args:
+        base: what the file names as the base model.
+        digests: whether the settings have the SHA-256 of every stored tensor's bytes (`DIGESTS`). PEFT refuses settings
+            that it does not know, so only servers of this run may read such a folder.
+
+    Raises:
+        OSError: the first rank cannot write; the other ranks have sent it all tensors.
+    """
+    tensors = iter_adapter_tensors(chunks, lora, world)
+    try:
+        if world.rank == 0:
+            _write(chunks[0], tensors, folder, lora, base, digests=digests)
+    finally:
+        for _ in tensors:  # the ranks that hold the adapters send all of them
+            pass
+
+
+def _write(
+    model: PolicyModel,
+    tensors: Iterable[tuple[str, torch.Tensor | None]],
+    folder: Path,
+    lora: LoraConfig,
+    base: str | None,
+    *,
+    digests: bool,
+) -> None:
+    hf = model.hf_config
+    shapes = adapter_tensors(hf, lora)
+    stored = _stored(shapes)
+    form: Callable[[str], str] = str if encoder_of(hf) is None else module_name
+    temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    temporary.mkdir(parents=True)
+    named = {_PREFIX + form(name): shape for name, shape in stored.items()}
+    writer = SafetensorsWriter(temporary / TENSORS, named, model.config.params_dtype)
+    sums: dict[str, str] = {}
+    for name, tensor in _in_stacks(tensors, shapes):
+        writer.add(_PREFIX + form(name), tensor)
+        if digests:
+            plain = tensor.contiguous().flatten().view(torch.uint8).numpy()
+            sums[_PREFIX + form(name)] = hashlib.sha256(plain.data).hexdigest()
+    writer.close()
+    modules = [form(name) for name in stored]
+    # PEFT converts the names of experts only in models without a vision encoder.
+    sees = encoder_of(hf) is not None
+    settings = peft_config(lora, modules, base, mixture=num_experts(hf) is not None and not sees)
+    settings["target_modules"] = _targets(settings["target_modules"], modules, whole=sees)
+    settings |= {DIGESTS: sums} if digests else {}
+    text = json.dumps(settings, indent=2, sort_keys=True)
+    (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
+    replace_folder(temporary, folder)
 
 
 def _stack_of(name: str) -> tuple[str, int]:

@@ -19,6 +19,8 @@ from megarl.config.sglang import SGLangConfig, url_problem
 from megarl.dag.placement import Placement
 from megarl.models.layers.attention.plain import Attention
 from megarl.models.layers.gated_delta.plain import GatedDelta
+from megarl.rollout.sglang.adapters import ARGUMENTS as LORA_ARGUMENTS
+from megarl.rollout.sglang.adapters import check_adapters
 from megarl.rollout.sglang.attention_dp import check_attention_dp
 from megarl.rollout.sglang.server_places import NAME as _NAME
 from megarl.rollout.sglang.server_places import check_colocated, check_gpus
@@ -41,6 +43,7 @@ _OURS = (
     *("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr", "--enable-dp-attention"),
     *("--attn-dp-size", "--attention-data-parallel-size"),
     *("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--pipeline-parallel-size", "--pp"),
+    *LORA_ARGUMENTS,
 )
 #: Keys of `rollout.sglang` that matter only when megarl starts servers.
 _STARTED = (
@@ -79,6 +82,7 @@ def check_servers(
     _check_limits(config, checks)
     _check_abilities(config, checks)
     check_colocated(config, checks)
+    check_adapters(config, facts, checks)
     _check_sync(config, checks)
 
 
@@ -101,7 +105,8 @@ def _check_ignored(config: RunConfig, checks: Checklist) -> None:
             found=servers.api_key_env,
             fix="set rollout.sglang.urls, or remove this key",
         )
-    _check_transport_key("sync.folder", sync.folder, sync.transport, ("disk",), checks)
+    if sync.adapters == "merged":
+        _check_transport_key("sync.folder", sync.folder, sync.transport, ("disk",), checks)
     _check_transport_key("sync.address", sync.address, sync.transport, ("distributed", "shards", "auto"), checks)
 
 

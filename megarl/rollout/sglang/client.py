@@ -22,6 +22,7 @@ from pydantic_core import from_json
 
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
+from megarl.rollout.sglang.adapters import adapter_fields
 from megarl.rollout.sglang.api import ServerApi, tls_context
 from megarl.rollout.sglang.fleet import LostServer
 from megarl.rollout.sglang.router import AttentionGroups
@@ -74,6 +75,7 @@ class Dispatch:
     ) -> None:
         self._config, self._servers, self._tag, self._done = config, dict(servers), tag, done
         self._sampling, self._stop_ids = sampling, list(stop_ids)
+        self._adapter = adapter_fields(config, tag)
         self._slots = Slots(servers, config.max_concurrency or _most_requests(len(servers)))
         self.groups = AttentionGroups(config.attention_dp)
         self._failures = failures
@@ -161,7 +163,7 @@ class Dispatch:
             if sample.aborted and not body.get("output_ids"):
                 continue  # the request was still in the server's queue
             try:
-                sample.add(body, self._sampling, self._stop_ids, self._tag)
+                sample.add(body, self._sampling, self._stop_ids, self._tag, adapter=bool(self._adapter))
                 if sample.finish_reason is None and sample.interruptions > _INTERRUPTIONS:
                     sample.interruptions = 0  # the next server starts a new count
                     raise BadAnswerError(f"the server interrupted a sample more than {_INTERRUPTIONS} times")
@@ -224,7 +226,7 @@ class Dispatch:
         try:
             url = f"{server.url}/generate"
             settings: Any = {"headers": server.headers, "allow_redirects": False}
-            async with self._session.post(url, json=payload, **settings) as response:
+            async with self._session.post(url, json=payload | self._adapter, **settings) as response:
                 await _check(response, server)
                 # An answer has a list for each token. Python's own parser would keep a core busy for 4% of a step.
                 body: dict[str, Any] = from_json(await response.read(), cache_strings="keys")

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megarl.config.sglang import SGLangConfig
+from megarl.rollout.sglang.adapters import adapter_problems
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.routes import SWITCH
 from megarl.rollout.sglang.server import HEALTH_S
@@ -83,6 +84,7 @@ def differences(
     return [
         *_differences(server, info, config, dtype, longest),
         *(_image_cache_problem(server, info) if images else ()),
+        *_adapter_problems(server, info, config),
     ]
 
 
@@ -105,6 +107,18 @@ def _image_cache_problem(server: Server, info: dict[str, Any]) -> Iterator[Probl
             "found": server.api.url,
             "allowed": f"servers with --custom-weight-loader {LOADER} {PATCH_LOADER}",
             "fix": "start it as described in docs/servers.md, or leave rollout.sglang.urls out",
+        }
+
+
+def _adapter_problems(server: Server, info: dict[str, Any], config: SGLangConfig) -> Iterator[Problem]:
+    """Yield a problem if the server cannot load the adapters that the run sends separately."""
+    for lack, option in adapter_problems(info, config):
+        yield {
+            "what": f"{server.api.name} at {server.api.url} {lack}",
+            "where": "sync.adapters",
+            "found": "separate",
+            "allowed": "merged; separate with servers that load the adapters of this run",
+            "fix": f"start the server with {option} (docs/lora.md), or set sync.adapters=merged",
         }
 
 

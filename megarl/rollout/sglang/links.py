@@ -26,7 +26,8 @@ from megarl.rollout.sglang.layout import ServerLayout
 from megarl.rollout.sglang.memory import ServerMemory
 from megarl.rollout.sglang.probe import probe_gap, probe_servers
 from megarl.rollout.sglang.receiver import SglangReceivers
-from megarl.rollout.sglang.start import on_shared_devices, servers_key, start_servers
+from megarl.rollout.sglang.start import on_shared_devices, servers_key, settings_of_servers, start_servers
+from megarl.sync.adapters import AdapterSync
 from megarl.sync.protocol import version_tag
 from megarl.sync.updater import SyncReport, WeightSync
 from megarl.system.device import has_cuda
@@ -135,7 +136,7 @@ class FilledServers(WeightLink):
         with phase("await_servers", waits_for=self._pump):
             reports = ServersStarted.read(host.mail).servers
         servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(len(reports))]
-        self.fleet = Fleet(servers, config.rollout.sglang, world=host.layout.world)
+        self.fleet = Fleet(servers, settings_of_servers(host), world=host.layout.world)
         self.fleet.adopt(reports)
         self.sync = send_weights_to(host, self.fleet)
         if host.layout.rank == 0:
@@ -192,7 +193,7 @@ def engine_of(host: EngineHost, fleet: Fleet, run: str, catch_up: Callable[[], N
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
     routes = route_form(host.hf_config) if host.config.rollout.replay_routes else None
     config = host.config.rollout
-    engine = SglangEngine(config.sglang, fleet, replica, catch_up, run, host.tokenizer, routes)
+    engine = SglangEngine(fleet.config, fleet, replica, catch_up, run, host.tokenizer, routes)
     engine.keeps_tokens = config.replay_kept_tokens
     return engine
 
@@ -207,6 +208,8 @@ def send_weights_to(host: EngineHost, fleet: Fleet) -> WeightSync:
     # Servers on the trainer's GPUs drop all weights before an update, so frozen weights must be sent again too.
     stays = () if servers.colocated and has_cuda() else config.model.freeze
     receivers = SglangReceivers(fleet, layout, takes_draft=serves_own_draft(config))
+    if config.sync.adapters == "separate":
+        return AdapterSync(host.policy, receivers, config.sync, host.run_dir, host.layout.world)
     return WeightSync(host.policy, receivers, config.sync, host.run_dir, host.layout.world, stays)
 
 
@@ -214,7 +217,9 @@ def show_servers(host: EngineHost, fleet: Fleet, sync: WeightSync) -> None:
     """Print the servers' addresses and the method by which weights are sent to them."""
     if host.layout.rank == 0:
         where = ", ".join(server.api.url for server in fleet.servers)
-        print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
+        way = f"weights by {sync.transport_name}"
+        way = f"base {way} once, then adapters as files" if isinstance(sync, AdapterSync) else way
+        print(f"generation on SGLang servers at {where}; {way}", flush=True)
 
 
 def record_servers(host: EngineHost, fleet: Fleet, engine: SglangEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from megarl.rollout.sglang.adapters import adapter_fields
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.system.comm import WorkerGroup
@@ -24,9 +25,15 @@ class Probe:
     version: str
 
 
-def greedy_probe(api: ServerApi, prompt_ids: list[int], tokens: int, deadline_s: float) -> Probe:
-    """Make the server continue `prompt_ids` greedily by `tokens` tokens and return the result."""
-    payload = {
+def greedy_probe(
+    api: ServerApi, prompt_ids: list[int], tokens: int, deadline_s: float, adapter: dict[str, str] | None = None
+) -> Probe:
+    """Make the server continue `prompt_ids` greedily by `tokens` tokens and return the result.
+
+    Args:
+        adapter: the fields that name an adapter (`adapter_fields`).
+    """
+    payload = (adapter or {}) | {
         "input_ids": prompt_ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
         "return_logprob": True,
@@ -48,7 +55,7 @@ def probe_servers(
     probes = []
     for server in (fleet.servers[number] for number in numbers[world.rank :: world.size]):
         try:
-            probe = greedy_probe(server.api, prompt, _PROBE_TOKENS, deadline_s)
+            probe = greedy_probe(server.api, prompt, _PROBE_TOKENS, deadline_s, adapter_fields(fleet.config, tag))
             if probe.version == tag:
                 probes.append(asdict(probe))
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megarl.rollout.sglang.keeper import RESTORING, Keeper
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.rollout.sglang.wire import bucket_payload, header_payload, loader_payload
 from megarl.sync.plan import Entry
+from megarl.sync.protocol import read_tag
 from megarl.sync.receiver import (
     Checksums,
     PauseMode,
@@ -251,6 +252,22 @@ class SglangReceiver:
         payload = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
         self._call("/update_weights_from_disk", payload, step)
 
+    def load_adapter(self, name: str, folder: Path, kept: Collection[str], step: UpdateStep) -> None:
+        """Make the server load a PEFT adapter, then unload other adapters that a run has loaded and that are not in
+        `kept`, as soon as no request uses them."""
+        payload = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            answer = self._call("/load_lora_adapter", payload, step)
+        except ServerError as error:
+            if "already" not in error.reason:
+                raise
+            # An earlier update of this server failed after it had loaded the adapter.
+            self._call("/unload_lora_adapter", {"lora_name": name}, step)
+            answer = self._call("/load_lora_adapter", payload, step)
+        for loaded in answer["loaded_adapters"]:
+            if loaded not in (name, *kept) and _is_tag(loaded):
+                self._call("/unload_lora_adapter", {"lora_name": loaded}, step)
+
     def checksums(self, step: UpdateStep) -> Checksums:
         """Return the server's checksums of its own parameters, by tensor-parallel rank."""
         answer = self._call("/weights_checker", {"action": "checksum"}, step)
@@ -283,6 +300,14 @@ class SglangReceiver:
     ) -> dict[str, Any]:
         limit = min(step.deadline_s, self._answer_s) if path in _MOVES_NOTHING else step.deadline_s
         return self.server.api.call(path, payload, deadline_s=limit, phase=step.phase, method=method)
+
+
+def _is_tag(name: str) -> bool:
+    try:
+        read_tag(name)
+    except ValueError:
+        return False
+    return True
 
 
 class SglangReceivers:

@@ -103,12 +103,16 @@ class ServedSample:
         ids = self.prompt_ids
         return {"input_ids": list(ids)} if self.images is None else self.images.request(ids)
 
-    def add(self, answer: dict[str, Any], sampling: SamplingConfig, stop_ids: Sequence[int], tag: str) -> None:
+    def add(
+        self, answer: dict[str, Any], sampling: SamplingConfig, stop_ids: Sequence[int], tag: str, adapter: bool = False
+    ) -> None:
         """Add the tokens of an answer to `payload`; sets `finish_reason` if the answer completes the sample.
 
         Args:
             tag: the expected tag of the server's weights (`version_tag`). The first tokens may be of older weights of
                 the same run.
+            adapter: whether `tag` is the adapter that the request named, which has generated all tokens, even if the
+                server has newer ones by now.
 
         Raises:
             BadAnswerError: tokens, log-probs and weight versions do not match, or this run has not sent these weights.
@@ -118,7 +122,7 @@ class ServedSample:
         try:
             ids, meta = answer["output_ids"], answer["meta_info"]
             scored = meta["output_token_logprobs"]
-            versions = _per_token(meta, len(ids), tag)
+            versions = _per_token(meta, len(ids), tag, adapter=adapter)
             reason = meta["finish_reason"]["type"]
             logprobs = [float(entry[0]) for entry in scored]
             if [entry[1] for entry in scored] != ids:
@@ -127,13 +131,7 @@ class ServedSample:
                 )
             recorded: list[list[int]] = []
             if self.kept_tokens is not None:
-                recorded = meta["output_token_sampling_mask"]
-                logprobs = [float(value) for value in meta["output_token_sampling_logprobs"]]
-                if len(recorded) != len(ids) or any(i not in row for i, row in zip(ids, recorded, strict=True)):
-                    raise ValueError(
-                        f"the answer has {len(recorded)} lists of kept tokens, which do not fit its {len(ids)} tokens; "
-                        f"{_OTHER_SGLANG}"
-                    )
+                recorded, logprobs = _kept_tokens(meta, ids)
             length = len(self.prompt_ids) + len(self.token_ids) + len(ids)
             routes = None if self.form is None else read_routes(meta, self.form, length)
             if reason == "length" and not (self.token_ids or ids):
@@ -199,13 +197,32 @@ class ServedSample:
         return Completion(self.token_ids, self.logprobs, self.finish_reason, versions, self.cached, routes, record)
 
 
-def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:
+def _kept_tokens(meta: dict[str, Any], ids: list[int]) -> tuple[list[list[int]], list[float]]:
+    """Return, for each token of an answer, the tokens that the filters kept and the log-prob over these.
+
+    Raises:
+        ValueError: the lists do not fit the answer's tokens `ids`.
+    """
+    recorded = meta["output_token_sampling_mask"]
+    if len(recorded) != len(ids) or any(i not in row for i, row in zip(ids, recorded, strict=True)):
+        raise ValueError(
+            f"the answer has {len(recorded)} lists of kept tokens, which do not fit its {len(ids)} tokens; "
+            f"{_OTHER_SGLANG}"
+        )
+    return recorded, [float(value) for value in meta["output_token_sampling_logprobs"]]
+
+
+def _per_token(meta: dict[str, Any], count: int, tag: str, *, adapter: bool) -> list[int]:
     """Return the weight version of each of the `count` tokens of an answer, from the spans in its `meta`.
+
+    With `adapter` all tokens are of the adapter `tag`, and the server's version may be newer.
 
     Raises:
         ValueError: a version is newer than `tag` or of another run, which may have sent the server weights meanwhile.
     """
     now = meta["weight_version"]
+    if adapter and read_tag(now)[1] == read_tag(tag)[1]:
+        return [read_tag(tag)[0]] * count
     spans = meta.get("weight_versions") or [{"version": now, "start": 0, "end": count}]
     runs = [[_own_version(span["version"], tag)] * (span["end"] - span["start"]) for span in spans]
     versions = [version for run in runs for version in run]

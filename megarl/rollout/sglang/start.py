@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megarl.models.hf import encoder_of, facts_of
 from megarl.models.weights.metadata import write_metadata
+from megarl.rollout.sglang.adapters import serving_adapters
 from megarl.rollout.sglang.block_fp8 import write_block_fp8
 from megarl.rollout.sglang.images import keeping_sizes, write_processor
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
@@ -20,6 +21,7 @@ from megarl.system.tracing import keep_beating, phase
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
+    from megarl.config.sglang import SGLangConfig
     from megarl.rollout.family import EngineHost
     from megarl.rollout.sglang.fleet import Fleet
 
@@ -44,7 +46,7 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
         address: the address at which workers of other teams reach the servers; None: only this team calls them.
     """
     config, layout = host.config, host.layout
-    servers = with_plain_experts(config.rollout.sglang, facts_of(host.hf_config))
+    servers = with_plain_experts(settings_of_servers(host), facts_of(host.hf_config))
     servers = keeping_sizes(servers, encoder_of(host.hf_config))
     if layout.rank == 0:
         logs = host.run_dir / "servers"
@@ -81,6 +83,14 @@ def start_servers(host: EngineHost, key: str | None = None, address: str | None 
                 allowed="addresses of SGLang servers that run",
                 fix="start the servers or correct the addresses; rollout.sglang.urls=[] lets the run start its own",
             ) from error
+
+
+def settings_of_servers(host: EngineHost) -> SGLangConfig:
+    """Return the recipe's settings of servers, with what they need if they get only adapters."""
+    servers, lora = host.config.rollout.sglang, host.config.model.lora
+    if host.config.sync.adapters == "merged" or lora is None:
+        return servers
+    return serving_adapters(servers, lora, facts_of(host.hf_config), cuda=has_cuda())
 
 
 def on_shared_devices(host: EngineHost, name: str) -> contextlib.AbstractContextManager[None]:

@@ -50,7 +50,7 @@ class DiskTransport(Transport):
 
     def start(self, version: int, receivers: Sequence[Receiver]) -> None:
         """Create the partial folder into which every sender writes."""
-        self._version, self._files, self._partial = version, 0, self.folder / f".{_name(version)}.partial"
+        self._version, self._files, self._partial = version, 0, self.folder / f".{version_folder(version)}.partial"
         self._partial.mkdir(parents=True, exist_ok=True)
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
@@ -78,7 +78,7 @@ class DiskTransport(Transport):
         total = sum(file.stat().st_size for file in files)
         (partial / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": names}))
         self.hf.save_pretrained(partial)
-        replace_folder(partial, self.folder / _name(self._version))
+        replace_folder(partial, self.folder / version_folder(self._version))
         remove_old(self.folder, self._version)
 
     def commit(self, receiver: Receiver) -> None:
@@ -87,16 +87,17 @@ class DiskTransport(Transport):
 
     def folder_held(self) -> Path:
         """Return the folder with the weights of the version that is being sent."""
-        return (self.folder / _name(self._version)).resolve()
+        return (self.folder / version_folder(self._version)).resolve()
 
 
-def _name(version: int) -> str:
+def version_folder(version: int) -> str:
+    """Return the name of the folder of a weight version."""
     return f"v{version:08d}"
 
 
 def remove_partial(folder: Path) -> None:
     """Remove the partial folders of interrupted writes."""
-    for stale in folder.glob(".v*.partial"):
+    for stale in folder.glob(".v*.partial*"):
         shutil.rmtree(stale, ignore_errors=True)
 
 
@@ -107,8 +108,8 @@ def remove_old(folder: Path, version: int) -> None:
     """
     remove_partial(folder)
     complete = sorted(folder.glob("v????????"))
-    older = [path for path in complete if path.name < _name(version)]
-    newest = {folder / _name(version), *older[-_KEPT:]}
+    older = [path for path in complete if path.name < version_folder(version)]
+    newest = {folder / version_folder(version), *older[-_KEPT:]}
     for path in complete:
         if path not in newest:
             shutil.rmtree(path, ignore_errors=True)

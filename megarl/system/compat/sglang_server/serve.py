@@ -8,6 +8,8 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * its shared memory has a name that its parent knows, and can remove when the server was killed;
 * megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
   or pass unseen (not when memory cannot be mapped: that still ends it);
+* adapters are read from safetensors files, also by a server that starts with random weights, and compared with the
+  hashes that their trainer has written;
 * a broadcast bucket is copied to the places in the parameters that megarl's loader has found once;
 * a cache that one group of ranks could not drop is reported, where SGLang reports that of the first group;
 * an update makes it forget the features of images that earlier weights have made;
@@ -23,6 +25,7 @@ With CUDA SGLang starts its processes by importing this file again, so what they
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import importlib.util
 import logging
@@ -183,6 +186,39 @@ def copy_broadcast_buckets() -> None:
     hook(f"{updater}.end_weight_update", end)
 
 
+def load_adapters() -> None:
+    """Load low-rank adapters from safetensors files only, and refuse one whose tensors differ from those that its
+    trainer has written.
+
+    SGLang reads adapters as it reads the model, so a server that starts with random weights could read none. It ignores
+    tensors of names that it does not know. The trainer writes the SHA-256 of each tensor into the adapter's settings.
+    """
+
+    def load(call: Any, adapter: Any) -> None:
+        from safetensors.torch import load_file
+
+        adapter.initialize_weights_from_tensors(load_file(Path(adapter.config.path) / "adapter_model.safetensors"))
+
+    def compare(call: Any, adapter: Any) -> None:
+        expected = adapter.config.hf_config.get("megarl_sha256")
+        if expected is not None:
+            import torch
+
+            loaded = {
+                name: hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+                for layer in adapter.layers
+                for name, tensor in layer.weights.items()
+            }
+            wrong = sorted(name for name in expected if loaded.get(name) != expected[name])
+            if wrong:
+                shown = ", ".join(wrong[:3])
+                raise ValueError(f"{len(wrong)} of {len(expected)} adapter tensors differ from the trainer's: {shown}")
+        call(adapter)
+
+    hook("sglang.srt.lora.lora.LoRAAdapter.initialize_weights", load)
+    hook("sglang.srt.lora.lora.LoRAAdapter._normalize_weights", compare)
+
+
 def split_stacked_experts() -> None:
     """Make each expert-parallel rank load only its experts from a tensor with all unquantised experts of a layer, as
     gpt-oss's checkpoints have; SGLang splits only the width of the experts in it.
@@ -296,6 +332,28 @@ def skip_pinning() -> None:
     hook("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda call, *args, **kwargs: None)
 
 
+def skip_pinning_of_adapters() -> None:
+    """Leave the host memory of low-rank adapters unpinned: SGLang pins the tables of each batch, and pinning needs
+    CUDA.
+    """
+
+    def unpinned(call: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+        from torch.overrides import TorchFunctionMode
+
+        class Unpinned(TorchFunctionMode):
+            def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if function is torch.Tensor.pin_memory:
+                    return args[0]
+                return function(*args, **{k: v for k, v in (kwargs or {}).items() if k != "pin_memory"})
+
+        with Unpinned():
+            return call(*args, **kwargs)
+
+    for method in ("__init__", "prepare_lora_batch"):
+        hook(f"sglang.srt.lora.lora_manager.LoRAManager.{method}", unpinned)
+
+
 def absorb_latents() -> None:
     """Use the form of latent attention that attends to the cached latents, also for prompts: SGLang's attention in
     plain torch reads all keys and values from the cache.
@@ -356,6 +414,7 @@ if __name__ == "__main__":
 listen_on_one_address()
 reply_to_failed_updates()
 copy_broadcast_buckets()
+load_adapters()
 sample_by_token()
 split_stacked_experts()
 report_unflushed_groups()
@@ -364,6 +423,7 @@ if INSTANCE:
 if ON_CPU:
     honour_seeds()
     skip_pinning()
+    skip_pinning_of_adapters()
     absorb_latents()
     pad_batches()
     fork_processes()
