@@ -48,6 +48,7 @@ from megarl.sync.transports.tensor import TensorTransport
 from megarl.system.comm import WorkerGroup
 from megarl.system.device import DTYPES, device, gpu_name
 from megarl.system.errors import ServerError, WorkerError
+from megarl.system.processes import address_of
 from megarl.system.tracing import phase
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ class WeightSync:
     ) -> Transport:
         limit = self.config.timeout_s
         if self.transport_name == "shards":
-            machines, address = place_of_store(self.config.address, self.world)
+            machines, address = place_of_store(address_of(self.config.address, "sync.address"), self.world)
             colocated, wire = self.receivers.colocated, str(self.dtype).removeprefix("torch.")
             gpus = self.world.all_gather_json(device_name(device())) if colocated else None
             shards = own_shards(self.chunks, self.table, ranks, machines, wire, gpus)
@@ -165,7 +166,7 @@ class WeightSync:
         if self.transport_name == "tensor":
             return TensorTransport(self.plan, device(), limit)
         if self.transport_name == "distributed":
-            return DistributedTransport(device(), limit, self.config.address)
+            return DistributedTransport(device(), limit, address_of(self.config.address, "sync.address"))
         if self.transport_name == "delta":
             relays, key, process = relays_of_all(
                 set(self.plan.hosts), names, addresses, self.config, run_dir, self.world

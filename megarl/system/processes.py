@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megarl.system.errors import ConfigError
 from megarl.system.parents import end_with_parents
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -157,6 +158,31 @@ def is_every_interface(address: str) -> bool:
     with contextlib.suppress(OSError):  # IPv4 addresses in the spellings that `ipaddress` refuses
         return not any(socket.inet_aton(address))
     return address in ("", "*")
+
+
+def address_of(host: str | None, where: str) -> str | None:
+    """Return the address of the recipe's key `where`, with the value `host`: an address or a name on which a process is
+    to listen. None stays None.
+
+    Raises:
+        ConfigError: no address belongs to this name, or its address stands for every interface.
+    """
+    if host is None:
+        return None
+    allowed = "an address of this machine, or a name that it resolves to one"
+    fix = f"set {where} to an address, or to null"
+    try:
+        address = str(ipaddress.ip_address(host))
+    except ValueError:
+        try:
+            address = socket.gethostbyname(host)
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name, such as a..b
+            reason = f"no address belongs to this name ({error})"
+            raise ConfigError(reason, where=where, found=host, allowed=allowed, fix=fix) from error
+    if is_every_interface(address):
+        reason = f"no part of a run may listen on every interface, for which the address {address} stands"
+        raise ConfigError(reason, where=where, found=host, allowed=allowed, fix=fix)
+    return address
 
 
 def has_nvidia_device() -> bool:

@@ -11,11 +11,13 @@ import pytest
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.engine import Replica, SglangEngine
-from megarl.rollout.sglang.launch import address_of
 from megarl.rollout.sglang.router import AttentionGroups
 from megarl.rollout.sglang.samples import ServedSample
 from megarl.system.errors import ConfigError
+from megarl.system.processes import address_of
 from tests.rollout.fake_servers import finish, ok, servers
+
+HOST = "rollout.sglang.host"
 
 
 def test_a_prompt_stays_with_its_group_and_prompts_are_spread() -> None:
@@ -56,19 +58,21 @@ def test_replicas_that_share_a_server_begin_with_other_groups() -> None:
 
 def test_a_name_in_place_of_an_address_is_resolved_before_servers_get_it() -> None:
     """Servers with attention groups accept messages only from addresses."""
-    assert (address_of("localhost"), address_of("10.0.0.1")) == ("127.0.0.1", "10.0.0.1")
+    assert (address_of("localhost", HOST), address_of("10.0.0.1", HOST)) == ("127.0.0.1", "10.0.0.1")
     with pytest.raises(ConfigError, match=r"(?s)rollout.sglang.host: no address belongs to this name.*nowhere.invalid"):
-        address_of("nowhere.invalid")
+        address_of("nowhere.invalid", HOST)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "0x0", "::0", "::ffff:0.0.0.0", "every.interface"])
 def test_servers_do_not_listen_on_every_interface(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setattr("socket.gethostbyname", lambda _: "0.0.0.0")  # glibc resolves 0 and 0x0 to it as well
-    with pytest.raises(ConfigError, match=r"(?s)rollout.sglang.host: servers must not listen on every interface.*null"):
-        address_of(host)
+    with pytest.raises(
+        ConfigError, match=r"(?s)rollout.sglang.host: no part of a run may listen on every interface.*null"
+    ):
+        address_of(host, HOST)
 
 
 @pytest.mark.parametrize("host", ["a" * 64, "a..b"])
 def test_an_invalid_name_is_an_error_of_its_key(host: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout.sglang.host: no address belongs to this name"):
-        address_of(host)
+        address_of(host, HOST)

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from megarl.config.sync import SyncConfig
 from megarl.rollout.sglang.receiver import OWN_GPUS, SPREAD
 from megarl.sync import hosts as of_sync
 from megarl.sync.hosts import choose_transport, host_of
 from megarl.sync.shards import machine
+from megarl.sync.updater import WeightSync
 from megarl.system import comm
 from megarl.system.errors import ConfigError, WorkerError
 from tests.dist import fresh_parallel, run_distributed, world
@@ -24,8 +26,6 @@ ELSEWHERE = "10.9.8.7"
 def on_two_machines(folder: str, run_dir: str, urls: list[str]) -> dict:
     """Each rank is a machine of its own, and only the first can look the other's name up."""
     import torch.distributed as dist
-
-    from megarl.config.sync import SyncConfig
 
     rank = dist.get_rank()
 
@@ -123,6 +123,15 @@ def test_a_server_is_found_on_the_first_machine_even_where_its_name_is_a_loopbac
     assert host_of("http://10.0.0.1:1", "machine0", alone) == "machine0"
 
 
+@pytest.mark.parametrize("transport", ["shards", "distributed"])
+def test_weights_are_not_offered_on_every_interface(monkeypatch, transport):
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "0.0.0.0")
+    sync: Any = WeightSync.__new__(WeightSync)
+    sync.config, sync.transport_name = SyncConfig(address="every.interface"), transport
+    with pytest.raises(ConfigError, match=r"sync\.address: no part of a run may listen on every interface"):
+        sync._make_transport(Path(), {}, {}, [])
+
+
 def no_way(host: str) -> str:
     raise OSError("Network is unreachable")
 
@@ -161,7 +170,6 @@ def relays_of_two_machines(run_dir: str) -> list[str]:
     relays this rank reaches."""
     import torch.distributed as dist
 
-    from megarl.config.sync import SyncConfig
     from megarl.sync.hosts import hosts_of_ranks
     from megarl.sync.messages import MessageClient
     from megarl.sync.shards import machine

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import ipaddress
 import os
 import secrets
-import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +17,9 @@ from megarl.rollout.sglang.gpus import place_servers, server_gpus
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 from megarl.system.comm import WorkerGroup, address_for_others
 from megarl.system.errors import ConfigError, count
-from megarl.system.processes import is_every_interface, nvidia_devices
+from megarl.system.processes import address_of, nvidia_devices
+
+_HOST = "rollout.sglang.host"  # a name is resolved, because servers with attention groups take addresses only
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def open_fleet(
     else:
         # The key is in memory only, not in a file or command line.
         key = key or world.broadcast_json(secrets.token_urlsafe(32))
-        host = address_of(config.host) if config.host else host or address_for_others(f"machine {place.machine}", world)
+        host = address_of(config.host, _HOST) or host or address_for_others(f"machine {place.machine}", world)
         if not cuda:
             _check_cpu(config, fp8)
         spec = ServerSpec(0, config, model, dtype, host, key, run_dir / "servers", cuda, random_weights=random_weights)
@@ -133,30 +133,6 @@ def _check_cpu(config: SGLangConfig, fp8: bool) -> None:
             allowed="false on a CPU",
             fix="set sync.fp8=false",
         )
-
-
-def address_of(host: str) -> str:
-    """Return the address of `rollout.sglang.host`, which may be a name: servers with attention groups take addresses
-    only.
-
-    Raises:
-        ConfigError: no address belongs to this name, or its address stands for every interface.
-    """
-    where = "rollout.sglang.host"
-    allowed = "an address of this machine, or a name that it resolves to one"
-    fix = "set rollout.sglang.host to an address, or to null"
-    try:
-        address = str(ipaddress.ip_address(host))
-    except ValueError:
-        try:
-            address = socket.gethostbyname(host)
-        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name, such as a..b
-            reason = f"no address belongs to this name ({error})"
-            raise ConfigError(reason, where=where, found=host, allowed=allowed, fix=fix) from error
-    if is_every_interface(address):
-        reason = f"servers must not listen on every interface, for which the address {address} stands"
-        raise ConfigError(reason, where=where, found=host, allowed=allowed, fix=fix)
-    return address
 
 
 def _own(spec: ServerSpec, place: WorkerPlace, world: WorkerGroup) -> Fleet:
