@@ -73,7 +73,8 @@ class GroupInfo(NamedTuple):
 class _Sent:
     """The groups that were sent for one handover in one step."""
 
-    # one number per replica that sent its groups: the rank that called `give`; with as_ready, the replica's number
+    # One number per replica that sent its groups: the rank that called `give`. With as_ready, where no rank may call it
+    # for these groups, the replica's number.
     givers: set[int] = field(default_factory=set)
     refs: dict[str, Any] = field(default_factory=dict)  # reference to the bytes of each group, by uid
     fetched: dict[str, set[str]] = field(default_factory=dict)  # uids that each team has fetched
@@ -142,8 +143,7 @@ class Core:
         """
         handover = self._known(key)
         at = f"handover {key!r} of step {step}, from team {team!r} rank {rank}"
-        if handover.giver != team:
-            raise HandoverError(f"{at}: only team {handover.giver!r} may hand over these samples{_REPORT}")
+        self._check_giver(handover, team, at)
         state = self._steps.get(step) or _Step()
         sent = state.sent_by_key.get(key) or _Sent()
         if self._is_finished(step):
@@ -499,6 +499,16 @@ class Core:
                 f"this run has no handover {key!r}; allowed: {', '.join(self._handovers) or 'none'}{_REPORT}"
             )
         return self._handovers[key]
+
+    def _check_giver(self, handover: Handover, team: str, at: str) -> None:
+        """Raise HandoverError if the team may not hand over groups of a step in one call; `at` begins the message."""
+        if handover.giver != team:
+            raise HandoverError(f"{at}: only team {handover.giver!r} may hand over these samples{_REPORT}")
+        if handover in self._flows:
+            raise HandoverError(
+                f"{at}: this run hands over these groups one by one when they are finished (async.order=as_ready), not "
+                f"step by step{_REPORT}"
+            )
 
     def _is_complete(self, handover: Handover, sent: _Sent) -> bool:
         return len(sent.givers) == self._parts[handover.giver]

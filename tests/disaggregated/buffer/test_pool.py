@@ -144,3 +144,14 @@ def test_a_policy_that_chooses_what_is_too_old_ends_the_run_with_its_name(tmp_pa
         finish_all_of(step)
     with pytest.raises(HandoverError, match=r"async.order: forms_step\(6\) of the policy Late returns \[0, 0\]"):
         finish_all_of(6)
+
+
+def test_groups_that_go_one_by_one_are_refused_in_one_call():
+    core = Core(PLACED, 2, "dealt", StalenessSettings("as_ready", 1, 2, 20))
+    core.open_flow(0, 0, [], [])
+    core.assignment("train", 1, "rollout", 0)
+    numbers = core.swap("draw", 0, [], {}, [], 0, 9).answer
+    finished = [Finished(number, GroupInfo(f"u{number}", 0, (f"u{number}#0",), 5), "{}") for number in numbers]
+    core.swap("draw", 0, finished, {key: [None] * len(finished) for key in (DRAWN, SCORED)}, [], 0, 0)
+    with pytest.raises(HandoverError, match=r"team 'draw' rank 1: this run hands over these groups one by one"):
+        core.give("draw", 1, 1, DRAWN, [], [])
