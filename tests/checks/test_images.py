@@ -23,6 +23,8 @@ PUBLISHED = [
     *("data.min_pixels=3136", "data.max_pixels=3136", "rollout.engine=sglang"),
 ]
 
+GPUS = ["cluster.device_memory_gb=80"]
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch) -> None:
@@ -77,6 +79,15 @@ def test_an_interpreter_that_cannot_read_images_is_named(python: Path, tmp_path:
     ((key, message),) = failed(python)
     assert (key, "lacks torchvision" in message) == ("rollout.sglang.python", True)
     assert failed(python, "rollout.sglang.urls=[http://127.0.0.1:1]") == []
+    assert failed(python, *GPUS) == [], "the recipe is for another machine, which may have another interpreter"
+
+
+def test_an_interpreter_that_cannot_read_images_is_named_on_a_machine_with_gpus(
+    python: Path, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: 1)
+    shutil.rmtree(tmp_path / "lib/python3.11/site-packages/torchvision-0.28.0.dist-info")
+    assert any("lacks torchvision" in message for _, message in failed(python, *GPUS))
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
             checks.ok(f"{', '.join(servers.urls)}: checked when the run starts")
         return
     try:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        # A recipe for GPUs needs GPU servers, also in a dry run on a machine without GPUs.
-        cuda = True if config.cluster.device_memory_gb is not None or (nvidia_devices() and not hidden) else None
+        cuda = _needs_cuda(config)
         python = find_python(servers.python, cuda=cuda)
         checks.ok(f"the interpreter of servers is {python}, with sglang {sglang_version(python, cuda=cuda)}")
         if cuda and servers.colocated and config.sync.transport == "delta":
@@ -153,7 +151,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
         broadcast = config.sync.transport == "distributed" or (
             config.sync.transport in ("auto", "shards") and not servers.colocated
         )
-        if here and nvidia_devices() and not hidden:
+        if here and nvidia_devices() and not _hides_gpus():
             _check_cuda(config, python, checks)
             if broadcast:  # broadcasts to GPU servers use NCCL, whose versions must be equal
                 check_same_nccl(python)
@@ -163,6 +161,16 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
             checks.warn("rollout.sglang.python", f"on this machine: {error.what}", fix=error.fix)
         else:
             checks.from_error(error)
+
+
+def _hides_gpus() -> bool:
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+
+
+def _needs_cuda(config: RunConfig) -> bool | None:
+    """Return True if servers need an interpreter for GPUs, and None if they may have one of either kind."""
+    # A recipe for GPUs needs GPU servers, also in a dry run on a machine without GPUs.
+    return True if config.cluster.device_memory_gb is not None or (nvidia_devices() and not _hides_gpus()) else None
 
 
 def _check_cuda(config: RunConfig, python: Path, checks: Checklist) -> None:
@@ -699,9 +707,9 @@ def check_images(config: RunConfig, encoder: VisionEncoder, checks: Checklist) -
             allowed=f"{off} if SGLang servers get images",
             fix=f"set {key}={off}, or rollout.engine=embedded",
         )
-    # With device_memory_gb the recipe may be for another machine, which may have another interpreter.
-    if not config.rollout.sglang.urls and config.cluster.device_memory_gb is None:
-        _check_torchvision(config.rollout.sglang, checks)
+    # A recipe for GPUs on a machine without GPUs is for another machine, which may have another interpreter.
+    if not config.rollout.sglang.urls and (config.cluster.device_memory_gb is None or nvidia_devices()):
+        _check_torchvision(config, checks)
 
 
 def _check_encoder(servers: SGLangConfig, encoder: VisionEncoder, checks: Checklist) -> None:
@@ -726,10 +734,10 @@ def _check_encoder(servers: SGLangConfig, encoder: VisionEncoder, checks: Checkl
     _check_divides("tp_size", servers.tp_size, math.gcd(encoder.heads, encoder.ffn), evenly, checks)
 
 
-def _check_torchvision(servers: SGLangConfig, checks: Checklist) -> None:
+def _check_torchvision(config: RunConfig, checks: Checklist) -> None:
     """Check that the servers' interpreter can read images; other checks report a missing interpreter."""
     try:
-        python = find_python(servers.python, cuda=None)
+        python = find_python(config.rollout.sglang.python, cuda=_needs_cuda(config))
     except ConfigError:
         return
     if version_in(python, "torchvision") is None:
