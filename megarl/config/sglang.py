@@ -142,8 +142,9 @@ class SGLangConfig(Section):
         60.0,
         description="a server counts as dead when its scheduler gives no sign of life for this long, or when a call "
         "that moves no weights takes longer; set it to many times the duration of a batch. If the trainer's machine "
-        "has a GPU, start_timeout_s counts where it is longer until a server has generated its first sample, because "
-        "the server compiles kernels; not so for a server of urls that is restarted at the same address",
+        "has a GPU, and for servers of urls, start_timeout_s counts where it is longer until a server has generated "
+        "its first sample, because the server may compile kernels; not so for a server of urls that is restarted at "
+        "the same address",
     )
     max_restarts: NonNegativeInt = Field(3, description="restarts of each server per run")
 

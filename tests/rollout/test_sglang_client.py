@@ -104,10 +104,13 @@ def test_a_server_without_a_sign_of_life_is_left_before_the_request_is_late(monk
         )  # a request that is late has another message
 
 
-def test_a_server_that_compiles_has_the_time_of_a_start_until_its_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "has_nvidia_device", lambda: True)
+@pytest.mark.parametrize(("has_gpu", "urls"), [(True, []), (False, ["http://elsewhere:1"])])
+def test_a_server_that_compiles_has_the_time_of_a_start_until_its_first_sample(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, urls: list[str]
+) -> None:
+    monkeypatch.setattr(client, "has_nvidia_device", lambda: has_gpu)  # of the trainer's machine
     monkeypatch.setattr(client, "_WARM", set())
-    patience = {"health_timeout_s": 0.2, "start_timeout_s": 0.6}
+    patience = {"health_timeout_s": 0.2, "start_timeout_s": 0.6, "urls": urls}
     with servers(lambda s, p: "hang") as made:
         _, failed, _ = generate(made, **patience)
         assert "for 0.6 s (rollout.sglang.start_timeout_s)" in failed[0]

@@ -252,8 +252,8 @@ class Dispatch:
         while self._servers[number] is server and number not in self._failed:
             await asyncio.sleep(min(_HEALTH_EVERY_S, alive / 4))
             # for its first sample a server with a GPU compiles kernels, which may take as long as a start
-            # (whether the server has a GPU is not known here; assume that its machine is like this one)
-            cold = has_nvidia_device() and server.url not in _WARM
+            # (the run's own servers have GPUs if this machine has; other servers may always have GPUs)
+            cold = (has_nvidia_device() or bool(self._config.urls)) and server.url not in _WARM
             limit = max(alive, self._config.start_timeout_s) if cold else alive
             now = time.monotonic()
             since = now if since is None else since
