@@ -143,7 +143,9 @@ def serve(folder: str, groups: int) -> list[dict]:
     with open_fleet(
         config, place, run, Path(model), "float32", cuda=False, random_weights=True, host="127.0.0.1", world=world_
     ) as fleet:
-        for version, transport in enumerate(("disk", "distributed", "shards"), 1):
+        for version, transport in enumerate(("disk", "distributed", "shards", "auto"), 1):
+            if transport == "auto":  # as on the trainer's GPUs: its ranks receive for those of the server
+                fleet.config = config.model_copy(update={"colocated": True})
             settings = SyncConfig(transport=transport, verify="every", timeout_s=200.0, bucket_mb=5)
             sync = weight_sync(chunks, fleet, settings, folder, 2, groups)
             note(sync.push(version))
@@ -179,4 +181,4 @@ def test_a_real_server_on_two_machines_holds_all_weights_on_every_rank(tmp_path:
         for one in (mine, theirs):
             assert (one["updated"], one["failed"], one["state"]) == ([0], {}, "current")
             assert one["verified"] > 0
-    assert [one["transport"] for one in first] == ["disk", "distributed", "shards", "shards"]
+    assert [one["transport"] for one in first] == ["disk", "distributed", "shards", "shards", "shards"]

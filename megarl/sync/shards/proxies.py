@@ -254,6 +254,9 @@ class ProxyRunner:
                             why = f"{step.name}: {self.part.server_rank} has copied {page.copied} rounds: {why}"
                             lost(why)
                 flights.append(self._start(step))
+                # A round without messages is already there, so the server rank copies it while the next one is packed.
+                while flights and not flights[0].works:
+                    self._end(flights.popleft(), page)
             while flights:
                 self._end(flights.popleft(), page)
         return why
