@@ -129,9 +129,9 @@ class _Plan:
     name: str
     cells: dict[int, ServerCell]
     cell_of: list[int]  # cell (receivers that share a process group) of each receiver, by its index in the set
+    # The rounds have views of the parameters, which stay valid when offloading frees and allocates their memory again.
     rounds: list[Round]  # empty if `proxied` is set
     parameters: list[Tensor]
-    addresses: tuple[int, ...]  # data pointers of `parameters`: the rounds have views of this memory
     program: TransferProgram  # this rank's part of `update`
     update: UpdatePlan
     proxied: ProxyPart | None  # for receivers on the trainer's GPUs
@@ -340,38 +340,29 @@ class ShardTransfer:
         return ShardMeeting(self._place, self.prefix, number, self.timeout_s)
 
     def _plan(self, store: SharedStore, receivers: Sequence[ShardReceiver]) -> _Plan:
-        """Return the plan for these receivers; reuse the last one if receivers and parameter addresses are the same."""
+        """Return the plan for these receivers; reuse the last one if they are the same."""
         key = tuple(receiver.url for receiver in receivers)
+        if key in self._plans:
+            return self._plans[key]
+        self._plans.clear()
         names = self.own.storages[self.world.rank].parameters.names.tolist()
         parameters = [self.own.parameters[name] for name in names]
-        addresses = tuple(parameter.data_ptr() for parameter in parameters)
-        known = self._plans.get(key)
-        if known is not None and known.addresses == addresses:
-            return known
-        self._plans.clear()
         proxies = self._proxies(receivers)
-        update = self._planned(receivers, proxies) if known is None else known.update
-        digest = update.digest if known is None else known.name
-        if known is not None:
-            cells, cell_of = known.cells, known.cell_of
-        else:  # a new plan needs new group names, because the store still has the keys of former groups
-            name = f"megarl-{self.prefix}-{self._updates}"
-            ranks = [receiver.layout.ranks for receiver in receivers]
-            if proxies is None:
-                cells, cell_of = _cells(update, ranks, name, key)
-            else:  # each server can be given up by itself, because none is in a group
-                cells = {server: ServerCell("", (), {server: count}) for server, count in enumerate(ranks)}
-                cell_of = [*cells]
-            self._write_programs(store, update, digest, receivers)
+        update = self._planned(receivers, proxies)
+        digest, ranks = update.digest, [receiver.layout.ranks for receiver in receivers]
+        self._write_programs(store, update, digest, receivers)
         if proxies is None:
+            # new names of groups, because the store still has the keys of former groups
+            cells, cell_of = _cells(update, ranks, f"megarl-{self.prefix}-{self._updates}", key)
             part, program = None, update.program(sender=self.world.rank)
             rounds = rounds_of_sender(program.arrays(), parameters, self.own.tensors.dtypes.tolist())
         else:
+            # each server can be given up by itself, because none is in a group
+            cells = {server: ServerCell("", (), {server: count}) for server, count in enumerate(ranks)}
             part = ProxyPart(update, self.world.rank, proxies, parameters, self._buffers, str(self._updates))
-            program, rounds = part.program, []
-        self._plans[key] = plan = _Plan(digest, cells, cell_of, rounds, parameters, addresses, program, update, part)
-        if part is not None and known is None:
+            cell_of, program, rounds = [*cells], part.program, []
             self._join_proxies(part)
+        self._plans[key] = plan = _Plan(digest, cells, cell_of, rounds, parameters, program, update, part)
         return plan
 
     def _proxies(self, receivers: Sequence[ShardReceiver]) -> dict[tuple[int, int], int] | None:

@@ -7,14 +7,17 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.sync.sender import SyncReport
-from megarl.sync.shards.boxes import GpuPlace, ServerStorage
-from megarl.sync.shards.handover import PAGE_BYTES, HandoverPage, wait_for
+from megarl.sync.shards.boxes import BoxRule, GpuPlace, RankStorage, ServerStorage
+from megarl.sync.shards.exchange import rounds_of_receiver
+from megarl.sync.shards.handover import PAGE_BYTES, HandoverPage, copy_rounds, wait_for
 from megarl.sync.shards.plan import UpdatePlan
 from megarl.sync.shards.proxies import ProxyBuffers, ProxyPart, ProxyRunner, proxies_of
+from megarl.sync.shards.rounds import RoundLimits
 from megarl.system.errors import ConfigError
 from tests.dist import run_distributed, world
 from tests.sync.layouts import trainer
@@ -22,7 +25,7 @@ from tests.sync.shards.recorded import parameters_of
 from tests.sync.shards.test_shard_plan import SMALL
 from tests.sync.shards.test_transfer import SpoolReceiver, expected, own_shards, write
 from tests.sync.shards.test_transfer import wait_for as wait_for_file
-from tests.sync.shards.walk import job
+from tests.sync.shards.walk import Job, job, stored
 from tests.sync.test_loader import Model, load_module, tensors
 
 HERE, AWAY = "machine 0", "machine 1"
@@ -114,12 +117,47 @@ def test_a_rank_of_a_server_without_a_trainer_rank_of_its_own_is_refused(second)
         proxies_of([("a", "gpu-0")], {"server 0": [("a", "gpu-0"), second]})
 
 
-def test_a_proxy_does_not_fill_a_buffer_that_the_server_rank_has_not_copied():
+def alone(limits: RoundLimits) -> tuple[Job, UpdatePlan]:
+    """A trainer of one rank, and a server of one rank on its GPU."""
     made, place = job("qwen3", trainer(), 1), GpuPlace(HERE, 0)
     server = ServerStorage(made.servers[0].ranks, (place,))
-    plan = UpdatePlan(made.tensors, made.trainer, [place], [server], replace(SMALL, cells=1))
+    return made, UpdatePlan(made.tensors, made.trainer, [place], [server], replace(limits, cells=1))
+
+
+def page_of_counts() -> HandoverPage:
+    return HandoverPage(torch.zeros(PAGE_BYTES, dtype=torch.uint8))
+
+
+def test_a_server_rank_gets_parameters_that_have_left_the_device_and_come_back():
+    made, plan = alone(RoundLimits())
+    parameters = parameters_of(made.trainer[0])
+    part = ProxyPart(plan, 0, {(0, 0): 0}, parameters, ProxyBuffers(torch.device("cpu")), "plan")
+    assert len(part.steps) <= 2, "the server rank copies after all rounds here"
+    storage = made.servers[0].ranks[0]
+    copies = parameters_of(storage)
+    tables, dtypes = plan.program(receiver=(0, 0)).arrays(), made.tensors.dtypes.tolist()
+    rounds = rounds_of_receiver(tables, copies, dtypes, (0, 0), part.buffers)
+    sent = RankStorage(storage.parameters, storage.boxes.take(storage.boxes.rule == BoxRule.COPY))
+    expected_values = [
+        np.where(values == -1, 0, values) for values in stored(sent, made.tensors, made.values)
+    ]  # 0: padding
+    for sign in (1, -1):
+        for parameter, values in zip(parameters, stored(made.trainer[0], made.tensors, made.values), strict=True):
+            memory, size = parameter.untyped_storage(), parameter.nbytes
+            memory.resize_(0)
+            memory.resize_(size)  # as after offloading
+            parameter.copy_(sign * torch.from_numpy(values).view(parameter.shape))
+        page = page_of_counts()
+        assert ProxyRunner(part, 0, None, 1.0).run(page, lambda: "late", lambda why: None) is None
+        assert copy_rounds(rounds, page, lambda: "late", 1.0) is None
+        for copy, values in zip(copies, expected_values, strict=True):
+            assert torch.equal(copy.flatten(), sign * torch.from_numpy(values))
+
+
+def test_a_proxy_does_not_fill_a_buffer_that_the_server_rank_has_not_copied():
+    made, plan = alone(SMALL)
     part = ProxyPart(plan, 0, {(0, 0): 0}, parameters_of(made.trainer[0]), ProxyBuffers(torch.device("cpu")), "plan")
-    page, filled, lost = HandoverPage(torch.zeros(PAGE_BYTES, dtype=torch.uint8)), [], []
+    page, filled, lost = page_of_counts(), [], []
 
     def look() -> str:
         filled.append(page.filled)
@@ -133,7 +171,7 @@ def test_a_proxy_does_not_fill_a_buffer_that_the_server_rank_has_not_copied():
 
 
 def test_a_wait_for_the_other_process_ends_by_count_reason_or_deadline():
-    page = HandoverPage(torch.zeros(PAGE_BYTES, dtype=torch.uint8))
+    page = page_of_counts()
     assert wait_for(lambda: page.copied, 0, lambda: "never called", 1.0) is None
     assert wait_for(lambda: page.copied, 1, lambda: "the server is gone", 1.0) == "the server is gone"
     assert wait_for(lambda: page.copied, 1, lambda: None, 0.01) == "not done within 0.01 s"
