@@ -676,8 +676,8 @@ def check_device(works: Sequence[dist.Work]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; torch adds a stack trace."""
-    return str(error).partition("\n")[0]
+    """Return the first line of an error's message, because torch adds a stack trace; or its type, if it has no text."""
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 #: Held while this process leaves a group, since torch's records of groups are not safe from several threads.

@@ -28,6 +28,7 @@ from megarl.sync.shards.exchange import (
     Link,
     Round,
     Tables,
+    abort,
     buffer_sizes,
     check_device,
     ended,
@@ -126,6 +127,7 @@ class ProxyPart:
         handles: a handle of each, which the server rank opens once.
         steps: this rank's rounds, in the order in which they run.
         alone: whether no rank sends a message, so that no process group is needed.
+        on_device: whether parameters and buffers are in a GPU's memory.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class ProxyPart:
     ) -> None:
         self.proxies, self.name = proxies, name
         self.alone = bool((update.messages.send_at < 0).all())
+        self.on_device = parameters[0].is_cuda
         self.program = update.program(sender=rank)
         self.served = next((served for served, proxy in proxies.items() if proxy == rank), None)
         self.server_rank = "rank {1} of server {0}".format(*self.served or ("", ""))
@@ -305,9 +308,7 @@ class ProxyRunner:
     def _arrived(self, flight: _Flight) -> None:
         """Wait until a round's messages have arrived and the device has packed what this rank holds itself."""
         end = time.monotonic() + self._message_s
-        works, packed = flight.works, flight.packed
-        rounds = [each for each in (flight.step.sent, flight.step.received) if each is not None]
-        on_device = any(message.data.is_cuda for each in rounds for message in each.messages)
+        works, packed, on_device = flight.works, flight.packed, self.part.on_device
         part: Future[None] | None = waited_for(works) if works and not on_device else None
         while works and not ended(works, part, POLL_DEVICE_S if on_device else POLL_S):
             if time.monotonic() > end:
@@ -323,6 +324,9 @@ class ProxyRunner:
             raise self._failed(flight.step, first_line(error)) from error
 
     def _failed(self, step: ProxyStep, why: str) -> WorkerError:
+        """Abort the process group, whose messages in flight use the buffers; return the error to raise."""
+        if self.group is not None:
+            abort(self.group)
         sends = step.sent.messages if step.sent else []
         receives = step.received.messages + step.received.stripes if step.received else []
         others = {self.part.proxies[each.peer] for each in sends}

@@ -539,7 +539,7 @@ class ShardTransfer:
                 # Use the whole deadline, because the other ranks may have to connect with other cells first.
                 connect(group, links_of(rounds, number, cell, sends=True), self._device, self.timeout_s, look)
         except (RuntimeError, RoundFailed) as error:
-            return f"trainer rank {self.world.rank} could not join the group: {str(error).partition(chr(10))[0]}"
+            return f"trainer rank {self.world.rank} could not join the group: {first_line(error)}"
         return None
 
     def _end(

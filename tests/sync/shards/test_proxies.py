@@ -6,19 +6,22 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.sync.sender import SyncReport
+from megarl.sync.shards import proxies
 from megarl.sync.shards.boxes import BoxRule, GpuPlace, RankStorage, ServerStorage
-from megarl.sync.shards.exchange import rounds_of_receiver
+from megarl.sync.shards.exchange import Round, rounds_of_receiver
 from megarl.sync.shards.handover import PAGE_BYTES, HandoverPage, copy_rounds, wait_for
 from megarl.sync.shards.plan import UpdatePlan
-from megarl.sync.shards.proxies import ProxyBuffers, ProxyPart, ProxyRunner, proxies_of
+from megarl.sync.shards.proxies import ProxyBuffers, ProxyPart, ProxyRunner, ProxyStep, _Flight, proxies_of
 from megarl.sync.shards.rounds import RoundLimits
-from megarl.system.errors import ConfigError
+from megarl.system.errors import ConfigError, WorkerError
 from tests.dist import run_distributed, world
 from tests.sync.layouts import trainer
 from tests.sync.shards.recorded import parameters_of
@@ -177,3 +180,37 @@ def test_a_wait_for_the_other_process_ends_by_count_reason_or_deadline():
     assert wait_for(lambda: page.copied, 1, lambda: None, 0.01) == "not done within 0.01 s"
     page.filled = 3
     assert (page.filled, page.copied) == (3, 0)
+
+
+def test_stripes_of_a_round_without_messages_are_waited_for_on_a_gpu(monkeypatch):
+    """With NCCL wait() of a Work only makes the device wait, and returns at once."""
+    part = SimpleNamespace(on_device=True, proxies={})
+    step = ProxyStep("round 0 of phase 0", None, Round(0, "round 0 of phase 0", 0, stripe=torch.zeros(1)))
+    runner, aborted = ProxyRunner(part, 0, "group", 0.01), []
+    monkeypatch.setattr(proxies, "abort", aborted.append)
+    stripes = SimpleNamespace(wait=lambda: None, is_completed=lambda: False, exception=lambda: None)
+    page = HandoverPage(torch.zeros(PAGE_BYTES, dtype=torch.uint8))
+    with pytest.raises(WorkerError, match=r"round 0 of phase 0 .*not done within 0\.03 s"):
+        runner._end(_Flight(step, [stripes], None), page)
+    assert (page.filled, aborted) == (0, ["group"])
+
+
+def test_a_server_rank_whose_error_has_no_text_has_failed_too(monkeypatch):
+    shards, model, store = load_module("megarl_shards"), Model(0), dist.HashStore()
+    header = {"store": ["here", 1], "prefix": "run", "server": 0, "rank": 0, "version": "1", "cell": 0}
+    header |= {"program": "p", "proxied": True, "timeout_s": 1.0, "hashed": False}
+    store.set("run/update", "1")
+    described = SimpleNamespace(check=lambda _: None, zeros=[], parameters=list(model.parameters()))
+    monkeypatch.setitem(shards._STORES, ("here", 1), store)
+    monkeypatch.setitem(shards._DESCRIBED, model, described)
+    monkeypatch.setattr(shards, "_connect", lambda _: store)
+    monkeypatch.setattr(shards, "_handed_over", lambda *_: ([], "page"))
+
+    def fail(*_) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(shards.handover, "copy_rounds", fail)
+    with pytest.raises(shards.exchange.RoundFailed, match="MemoryError"):
+        shards.receive(model, [(json.dumps(header), torch.empty(0))])
+    assert store.get("run/1/dead/0") == b"rank 0 of server 0: MemoryError"
+    assert not store.check(["run/1/done/0/0"])

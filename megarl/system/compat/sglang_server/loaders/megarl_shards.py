@@ -288,8 +288,8 @@ def receive(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
             else:
                 failed = handover.copy_rounds(rounds, page, partial(look, number), header["timeout_s"])
         except Exception as error:
-            failed = str(error).partition("\n")[0]
-        if failed:
+            failed = exchange.first_line(error)
+        if failed is not None:
             store.compare_set(dead, "", f"rank {rank} of server {server}: {failed}")
             _leave_groups()
             raise exchange.RoundFailed(failed)
