@@ -221,7 +221,7 @@ class ProxyRunner:
             for that, have `_MESSAGE_DEADLINES` times as long.
 
     Attributes:
-        nbytes: bytes of the messages that this rank has sent.
+        nbytes: bytes that this rank has sent, or packed for the server rank on its GPU.
     """
 
     def __init__(self, part: ProxyPart, rank: int, group: dist.ProcessGroup | None, deadline_s: float) -> None:
@@ -262,6 +262,7 @@ class ProxyRunner:
                     self._end(flights.popleft(), page)
             while flights:
                 self._end(flights.popleft(), page)
+        self.nbytes = int(self.part.program.messages.nbytes.sum())
         return why
 
     def _start(self, step: ProxyStep) -> _Flight:
@@ -277,7 +278,6 @@ class ProxyRunner:
                     packed.record()
             for each in step.sent.messages:
                 operations.append(dist.P2POp(dist.isend, each.data, self.part.proxies[each.peer], self.group))
-            self.nbytes += step.sent.nbytes
         if step.received is None:
             return _Flight(step, self._begin(step, operations), packed)
         operations += [dist.P2POp(dist.irecv, each.data, each.peer[1], self.group) for each in step.received.messages]

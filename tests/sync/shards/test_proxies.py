@@ -97,7 +97,8 @@ def test_what_another_machine_has_crosses_the_network_once_and_the_proxies_gathe
     parameters = len(list(Model(0).parameters()))
     for version in (0, 1):
         (failed, own, verified, fans, steps), (_, sent, *_), (_, other, *_) = (report[version] for report in reports)
-        assert (failed, own, other, verified) == ({}, 0, 0, 2 * parameters)
+        assert (failed, verified) == ({}, 2 * parameters)
+        assert 0 < own == other, "what each of the two packs for the server on its GPU counts too"
         assert fans
         assert steps > 2
         assert 0 < sent < 1.2 * sum(p.nbytes for p in Model(0).parameters()) / 2, "both servers need these bytes"
