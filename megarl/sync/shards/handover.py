@@ -24,8 +24,9 @@ _COPIED = 8  # the two counts lie on different cache lines, because different pr
 class HandoverPage:
     """How many rounds of an update a trainer rank has filled, and how many the server rank on its GPU has copied.
 
-    A count is written at once, because its 8 bytes are aligned. Each process writes its own count only after the device
-    has done what the count reports; on a CPU the processor keeps the order of writes (x86).
+    Writes of a count are atomic, because its 8 bytes are aligned. Each process writes its own count only after the
+    device has done what the count reports. On a CPU this relies on a processor that keeps the order of writes, as x86
+    does.
 
     Args:
         memory: uint8 [`PAGE_BYTES`], host memory that both processes map; zeros at the start of an update.
@@ -90,7 +91,7 @@ def copy_rounds(
     """
     for number, now in enumerate(rounds, 1):
         if (why := wait_for(lambda: page.filled, number, look, deadline_s)) is not None:
-            return f"{now.name}, which the trainer rank on the same GPU receives: {why}"
+            return f"{now.name}, which its proxy receives: {why}"
         if now.parts:
             torch._foreach_copy_(now.parameters, now.parts)
             if now.parts[0].is_cuda:

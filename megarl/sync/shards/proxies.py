@@ -4,8 +4,8 @@
     proxy           receives into two buffers, which the server rank on its GPU maps too (handover.py)
     server rank     copies from these buffers to its parameters
 
-So a process of a server uses one GPU only, and a server that is gone delays its proxies until they notice it, and
-nobody else afterwards.
+So a process of a server uses one GPU only. A server rank that does not copy delays the update once, until its proxy
+gives it up.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ from megarl.sync.shared import Handle, handle_of, shared_buffer
 from megarl.system.errors import ConfigError, WorkerError
 from megarl.system.tracing import keep_beating
 
+_COPY_S = 30.0  # most seconds in which a server rank has to copy a round
+# A server that does not copy may take at most this share of a step's deadline, because the other servers wait for it.
+_COPY_SHARE = 0.25
 # A message may have to wait until its proxy has given up a server rank, once before the rounds and once in them.
 _MESSAGE_DEADLINES = 3
 ServerRank = tuple[int, int]  # number of the server in the plan, and the rank
@@ -93,8 +96,8 @@ class ProxyStep:
 
 
 class ProxyBuffers:
-    """The two buffers of a proxy, which a server rank on the same GPU maps. They are made again only if they have to be
-    larger, because a server process that was killed never releases memory that it has mapped."""
+    """The two buffers of a proxy, which a server rank on the same GPU maps. They are equally large, and made again only
+    if they have to be larger, because a server process that was killed never releases memory that it has mapped."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -102,10 +105,10 @@ class ProxyBuffers:
 
     def of_sizes(self, sizes: tuple[int, int]) -> tuple[Tensor, ...]:
         """Return two buffers of at least these bytes: uint8."""
-        known = [part.numel() for part in self._buffers] or [0, 0]
-        if any(size > nbytes or not nbytes for size, nbytes in zip(sizes, known, strict=True)):
-            # an update of one round needs no second buffer, but memory without bytes cannot be shared
-            self._buffers = tuple(shared_buffer(max(size, 1), self._device) for size in sizes)
+        needed = max(*sizes, 1)  # memory without bytes cannot be shared
+        if not self._buffers or needed > self._buffers[0].numel():
+            self._buffers = ()  # frees the old ones first
+            self._buffers = tuple(shared_buffer(needed, self._device) for _ in sizes)
         return self._buffers
 
 
@@ -122,7 +125,6 @@ class ProxyPart:
     Attributes:
         program: the transfers in which this rank sends.
         served: the server rank on this rank's GPU, or None.
-        server_rank: its name, for errors.
         buffers: the two buffers for this server rank, uint8; none if there is no server rank.
         handles: a handle of each, which the server rank opens once.
         steps: this rank's rounds, in the order in which they run.
@@ -144,7 +146,6 @@ class ProxyPart:
         self.on_device = parameters[0].is_cuda
         self.program = update.program(sender=rank)
         self.served = next((served for served, proxy in proxies.items() if proxy == rank), None)
-        self.server_rank = "rank {1} of server {0}".format(*self.served or ("", ""))
         self.buffers: tuple[Tensor, ...] = ()
         received: dict[tuple[int, ...], Round] = {}
         local: dict[int, Tensor] = {}
@@ -217,15 +218,17 @@ class ProxyRunner:
         part: this rank's part of the plan.
         rank: this trainer rank.
         group: process group of all trainer ranks; None if `part.alone`.
-        deadline_s: seconds in which a server rank has to copy a round. Messages between trainer ranks, which may wait
-            for that, have `_MESSAGE_DEADLINES` times as long.
+        deadline_s: deadline in seconds of a step of the update. A server rank has `_COPY_SHARE` of it to copy a round,
+            at most `_COPY_S`; messages between trainer ranks, which may wait for that, have `_MESSAGE_DEADLINES` times
+            as long.
 
     Attributes:
         nbytes: bytes that this rank has sent, or packed for the server rank on its GPU.
     """
 
     def __init__(self, part: ProxyPart, rank: int, group: dist.ProcessGroup | None, deadline_s: float) -> None:
-        self.part, self.rank, self.group, self.deadline_s = part, rank, group, deadline_s
+        self.part, self.rank, self.group = part, rank, group
+        self._copy_s = min(_COPY_S, _COPY_SHARE * deadline_s)
         self._message_s = _MESSAGE_DEADLINES * deadline_s
         self.nbytes = 0
 
@@ -244,6 +247,7 @@ class ProxyRunner:
         why: str | None = None
         flights: deque[_Flight] = deque()
         begun = 0  # rounds that this rank has begun to receive
+        rank = self.part.served[1] if self.part.served else None
         with keep_beating(self._message_s):
             for step in self.part.steps:
                 while len(flights) > 1:  # the one round that stays in flight uses the other buffer
@@ -252,9 +256,9 @@ class ProxyRunner:
                     begun += 1
                     if page is not None and why is None:
                         # The buffer of this round is that of the round before the last one.
-                        why = wait_for(partial(getattr, page, "copied"), begun - 2, look, self.deadline_s)
+                        why = wait_for(partial(getattr, page, "copied"), begun - 2, look, self._copy_s)
                         if why is not None:
-                            why = f"{step.name}: {self.part.server_rank} has copied {page.copied} rounds: {why}"
+                            why = f"{step.name}: its rank {rank} has copied {page.copied} rounds: {why}"
                             lost(why)
                 flights.append(self._start(step))
                 # A round without messages is already there, so the server rank copies it while the next one is packed.
@@ -283,7 +287,7 @@ class ProxyRunner:
         operations += [dist.P2POp(dist.irecv, each.data, each.peer[1], self.group) for each in step.received.messages]
         works = self._begin(step, operations)
         if step.received.stripe is not None:
-            # The exchange sends what the messages have brought, and the rank may have packed itself.
+            # The exchange sends what the messages have brought.
             self._arrived(_Flight(step, works, packed))
             operations = []
             for each in step.received.stripes:

@@ -210,7 +210,8 @@ class ShardTransfer:
         receivers = [receiver for receiver in receivers if receiver.number not in failed]
         if receivers:
             plan = self._plan(store, receivers)
-            watch = CellWatch(store, f"{self.prefix}/{self._updates}", plan.cells, self.world.size)
+            names = [receiver.name for receiver in receivers]
+            watch = CellWatch(store, f"{self.prefix}/{self._updates}", plan.cells, names, self.world.size)
             calls = self._call(plan, watch, receivers, led, checked)
             if plan.proxied is None:
                 lost = self._rounds(plan, watch, report)
@@ -250,6 +251,7 @@ class ShardTransfer:
             abort(group)
         self._groups.clear()
         self._leave_proxies()
+        self._buffers = ProxyBuffers(self._device)
 
     def _meet(self, receivers: Sequence[ShardReceiver]) -> SharedStore:
         """Return the first trainer rank's store. The first update creates it, with the list of the model's tensors."""
@@ -357,7 +359,7 @@ class ShardTransfer:
             part, program = None, update.program(sender=self.world.rank)
             rounds = rounds_of_sender(program.arrays(), parameters, self.own.tensors.dtypes.tolist())
         else:
-            # each server can be given up by itself, because none is in a group
+            # No server is in a group, so each is given up by itself: here a cell is one server.
             cells = {server: ServerCell("", (), {server: count}) for server, count in enumerate(ranks)}
             part = ProxyPart(update, self.world.rank, proxies, parameters, self._buffers, str(self._updates))
             cell_of, program, rounds = [*cells], part.program, []
@@ -631,11 +633,14 @@ class CellWatch:
     Args:
         name: first part of the update's keys.
         cells: ranks of each cell (receivers that share a process group), by its number.
+        names: name of each receiver, by its number in the plan, for errors.
         trainers: number of trainer ranks; all of them watch.
     """
 
-    def __init__(self, store: SharedStore, name: str, cells: Mapping[int, ServerCell], trainers: int) -> None:
-        self._store, self.name, self._cells = store, name, cells
+    def __init__(
+        self, store: SharedStore, name: str, cells: Mapping[int, ServerCell], names: Sequence[str], trainers: int
+    ) -> None:
+        self._store, self.name, self._cells, self._names = store, name, cells, names
         self._poll_s = max(_READY_POLL_S, trainers / _READY_CHECKS)
         self._beats: dict[tuple[int, int], tuple[int, float]] = {}  # each rank's heartbeat count, and when it changed
         self._next: dict[int, float] = {}
@@ -689,7 +694,7 @@ class CellWatch:
             if count != before:
                 self._beats[server, rank] = count, now
             elif now - since > _QUIET_S and not self._store.check([f"{self.name}/done/{server}/{rank}"]):
-                return f"rank {rank} of server {server} has been silent for {now - since:.0f} s"
+                return f"rank {rank} of {self._names[server]} has been silent for {now - since:.0f} s"
         return None
 
     def wait_ready(self, cell: int, end: float, limit_s: float) -> str | None:
@@ -698,13 +703,18 @@ class CellWatch:
         Args:
             end: `time.monotonic()` at which the wait ends, `limit_s` seconds after its beginning.
         """
-        keys = [f"{self.name}/ready/{server}/{rank}" for server, rank in self._ranks(cell)]
+        ranks = self._ranks(cell)
+        keys = [f"{self.name}/ready/{server}/{rank}" for server, rank in ranks]
         while not self._store.check(keys):
             if (why := self.dead(cell)) is not None:
                 return why
             if time.monotonic() > end:
-                missing = [key.rpartition("/ready/")[2] for key in keys if not self._store.check([key])]
-                return f"ranks (server/rank) {', '.join(missing)} were not ready within {limit_s:g} s"
+                missing = [
+                    f"rank {rank} of {self._names[server]}"
+                    for (server, rank), key in zip(ranks, keys, strict=True)
+                    if not self._store.check([key])
+                ]
+                return f"not ready within {limit_s:g} s: {', '.join(missing)}"
             beat()
             time.sleep(self._poll_s)
         return None

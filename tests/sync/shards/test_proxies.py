@@ -170,8 +170,23 @@ def test_a_proxy_does_not_fill_a_buffer_that_the_server_rank_has_not_copied():
     why = ProxyRunner(part, 0, None, 1.0).run(page, look, lost.append)
 
     assert (filled, lost) == ([2], [why]), "it waits with the third round, once"
-    assert str(why).endswith(": rank 0 of server 0 has copied 0 rounds: it is gone")
+    assert str(why).endswith(": its rank 0 has copied 0 rounds: it is gone")
     assert page.filled == len(part.steps) > 3, "it goes on, because others send to it"
+
+
+def test_a_server_rank_that_does_not_copy_is_given_up_before_the_calls_of_other_servers_end():
+    made, plan = alone(SMALL)
+    part = ProxyPart(plan, 0, {(0, 0): 0}, parameters_of(made.trainer[0]), ProxyBuffers(torch.device("cpu")), "plan")
+    why = ProxyRunner(part, 0, None, deadline_s=0.08).run(page_of_counts(), lambda: None, lambda why: None)
+    assert str(why).endswith("not done within 0.02 s")
+
+
+def test_buffers_are_made_again_only_if_they_have_to_be_larger():
+    buffers = ProxyBuffers(torch.device("cpu"))
+    first = buffers.of_sizes((5, 0))
+    assert [part.numel() for part in first] == [5, 5]
+    assert buffers.of_sizes((3, 5)) is first
+    assert [part.numel() for part in buffers.of_sizes((0, 7))] == [7, 7]
 
 
 def test_a_wait_for_the_other_process_ends_by_count_reason_or_deadline():

@@ -311,8 +311,10 @@ def test_trainer_ranks_together_load_the_store_with_a_bounded_number_of_messages
 
     monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     cells = {0: ServerCell("cell", (0,), dict.fromkeys(range(16), 8))}
-    watch = transfer.CellWatch(store, "run/1", cells, trainers)  # type: ignore[arg-type]
-    assert "were not ready within 100 s" in str(watch.wait_ready(0, clock[0] + 100.0, 100.0))
+    watch = transfer.CellWatch(store, "run/1", cells, [f"server {n}" for n in range(16)], trainers)  # type: ignore[arg-type]
+    assert "not ready within 100 s: rank 0 of server 0, rank 1 of server 0, " in str(
+        watch.wait_ready(0, clock[0] + 100.0, 100.0)
+    )
     waiting, store.messages = store.messages - 16 * 8, 0  # the last messages find out which ranks are missing
     assert waiting / 100.0 * trainers <= 1.01 * most  # the first check is at once
     for _ in range(400):  # in rounds that do not end
@@ -333,7 +335,7 @@ def test_receivers_that_do_not_answer_have_one_deadline_together(monkeypatch):
             raise TimeoutError
 
     cells = {number: ServerCell(f"cell {number}", (0,), {number: 1}) for number in range(4)}
-    watch = transfer.CellWatch(SharedStore(dist.HashStore(), "trainer rank 0", "3 s"), "run/1", cells, 1)
+    watch = transfer.CellWatch(SharedStore(dist.HashStore(), "trainer rank 0", "3 s"), "run/1", cells, [""] * 4, 1)
     for number in cells:
         watch.begin(number, 1)
     sending: Any = transfer.ShardTransfer.__new__(transfer.ShardTransfer)
