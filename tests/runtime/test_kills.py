@@ -127,12 +127,17 @@ def test_policies_with_weights_of_their_own_go_on_as_if_nothing_had_happened(
     recipe, self_play, self_play_s, tmp_path, seed
 ):
     seconds, whole = self_play_s
+    rng = random.Random(f"policies {seed}")
+    step, after_s = rng.randrange(STEPS), rng.uniform(0.0, seconds / STEPS)
     process = harness.start(recipe, tmp_path, *self_play)
     harness.wait_for(lambda: len(harness.workers(tmp_path)) == 2, process)
     begun = harness.workers(tmp_path)
-    time.sleep(random.Random(f"policies {seed}").uniform(0.0, seconds))
+    # From a step on: the run whose time was taken was the first one, which starts more slowly.
+    harness.wait_for(lambda: steps_done(tmp_path) >= step, process)
+    time.sleep(after_s)
     with contextlib.suppress(ProcessLookupError):
         os.kill(begun[seed % 2], signal.SIGKILL)
+    print(f"seed {seed}: killed after step {steps_done(tmp_path)}, drawn {step} and {after_s:.1f} s")
     harness.finish(process)
     assert harness.train(recipe, tmp_path, *self_play) == whole
 
@@ -209,6 +214,11 @@ def kill_one(train: Any, run_dir: Path, team: str, seed: int, within_s: float) -
     struck = (run_dir / "struck").exists()
     print(f"{team} {seed}: {f'killed after {delay:.1f} s' if struck else 'the run ended before the kill'}")
     (run_dir / "struck").unlink(missing_ok=True)
+
+
+def steps_done(run_dir: Path) -> int:
+    """The number of the last step whose metrics the run has written; 0: none."""
+    return max(harness.metrics(run_dir), default=0) if (run_dir / "metrics.jsonl").exists() else 0
 
 
 def seconds_of(run_dir: Path) -> float:
