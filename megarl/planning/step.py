@@ -344,8 +344,10 @@ class StepFormulas:
         groups = self.config.rollout.sglang.attention_dp
         fullest = fullest_stage(self.served, actor.parallel)
         experts = actor.parallel.expert_tp * actor.parallel.ep * actor.parallel.pp if self.served.is_moe else 0
-        # Whether a server rank finds all that it stores on its own machine.
-        whole = self._links.inside(max(actor.parallel.model_parallel_size, experts))
+        # Whether a server rank finds all that it stores on its own machine. The pipeline stages of a replica are as far
+        # apart as those of the whole team.
+        replica = max(actor.parallel.model_parallel_size, experts) if actor.parallel.pp == 1 else actor.devices
+        whole = self._links.inside(replica)
         near = (self.config.rollout.colocated and whole) or self.hardware.nodes == 1
         if groups > 1:  # each group of a server's ranks stores all heads; they cross the network once for each machine
             copies = groups if near else min(groups, -(-ranks // self.hardware.per_node))

@@ -122,13 +122,35 @@ class WeightSyncMemory:
             groups = f"NCCL's groups with {count(cells, 'cell')} of servers"
             return [Term(groups, cells * CELL_BYTES, "rollout.sglang.servers", 0.0)]
         stored = self.facts.parameters * BYTES[self._dtype] / servers.ranks
-        buffers = min(2 * self.config.sync.bucket_mb * 1e6, stored)
-        return [
+        buffers = 2 * min(self.config.sync.bucket_mb * 1e6, stored)
+        terms = [
             term(
                 "buffers that the server rank on a GPU copies from", buffers, "sync.bucket_mb, rollout.sglang.tp_size"
             ),
             Term("NCCL's group of all trainer ranks for new weights", CELL_BYTES, "sync.transport", 0.0),
         ]
+        keys = "actor.parallel, rollout.sglang.tp_size"
+        if near := self._proxy_peers():
+            terms.append(
+                Term(f"NCCL's connections for new weights to {count(near, 'rank')}", near * PEER_BYTES, keys, 0.0)
+            )
+        if servers.nnodes > 1 or self._replica > self._here:
+            terms.append(Term("NCCL's network buffers for new weights", NETWORK_BYTES, keys, 0.0))
+        return terms
+
+    def _proxy_peers(self) -> int:
+        """Return the number of trainer ranks on a machine with which a rank there exchanges weights of servers on their
+        GPUs, at most.
+
+        Ranks that store the same slices as the server ranks there only exchange the ends of vocabularies, which both
+        pad in their own way. Of other layouts a few exchange with fewer ranks than this counts.
+        """
+        parallel, servers = self.team.parallel, self.config.rollout.sglang
+        here = -(-self.team.devices // self.config.cluster.nnodes)
+        if self._replica == 1:
+            return 0  # each rank holds all weights itself
+        same = self._replica == parallel.tp == servers.ranks and not self.facts.is_moe
+        return min(parallel.tp if same else here, here) - 1
 
     def passing(self) -> list[Term]:
         """Return the terms of device memory that are in use only during a weight update.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.artifacts.facts import ModelFacts
@@ -57,3 +59,15 @@ def test_a_plan_counts_updates_from_shard_to_shard() -> None:
     assert [cost.formula for cost in costs] == ["W2", "W2"]
     # on the trainer's machine each of eight servers of one GPU receives all of 8.19e9 parameters over its links
     assert costs[0].seconds == pytest.approx(2 * 8.19e9 / (450e9 * 0.7), rel=0.01)
+
+
+@pytest.mark.parametrize(("pp", "gathering"), [(1, 1), (2, 8)])
+def test_pipeline_stages_on_several_machines_send_to_their_servers_over_the_network(pp: int, gathering: int) -> None:
+    """A replica has 2 * pp ranks, but its two stages are 8 ranks apart, so that the servers of a machine gather."""
+    layout = [f"actor.parallel={{tp: 2, pp: {pp}}}", "sync.transport=shards", "cluster.nproc=16", "cluster.nnodes=2"]
+    config, graph, sizes = read("grpo_qwen3_8b_8gpu", *layout, "rollout.sglang.servers=16")
+    hardware = replace(H100, nodes=2)
+
+    costs = StepFormulas(config, graph, place(graph, config), sizes, hardware, PlanAssumptions.of(gpu=True)).weights
+
+    assert costs[0].bytes == pytest.approx(2 * 8.19e9 / gathering, rel=0.01)

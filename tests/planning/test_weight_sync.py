@@ -21,9 +21,13 @@ from megarl.planning.shards import parameter_bytes, state_bytes
 from megarl.planning.step import StepFormulas
 from megarl.planning.weight_sync import WeightSyncMemory
 from megarl.sync.plan import holdings, make_plan
+from megarl.sync.shards.boxes import GpuPlace, ServerStorage
+from megarl.sync.shards.plan import UpdatePlan
+from megarl.sync.shards.rounds import RoundLimits
 from tests.models.tiny import tiny_dict
 from tests.planning.planned import H100, read
 from tests.sync.layouts import HERE, config, ranks_of, trainer
+from tests.sync.shards.walk import job
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 40_000}
 SERVERS = ["rollout.engine=sglang", "rollout.sglang.colocated=true", "actor.engine.offload=true"]
@@ -85,7 +89,8 @@ def test_colocated_servers_count_in_every_moment_and_their_contexts_on_other_gpu
         assert terms["a server's context and workspaces"] == 1.5e9, moment.name
         assert terms["NCCL's group of all trainer ranks for new weights"] == 0.15e9
         stored = model_facts(proxies.model).parameters * 2 / 2  # bf16, half on each of two ranks
-        assert terms["buffers that the server rank on a GPU copies from"] == stored
+        assert terms["buffers that the server rank on a GPU copies from"] == 2 * min(stored, 512e6)
+        assert terms["NCCL's connections for new weights to 1 rank"] == 32 * 12 * 2**20
         assert not any("contexts" in what or "slices" in what or "on its way" in what for what in terms)
     disk = recipe("sync.transport=disk", "sync.verify=off")
     (moment,) = [
@@ -95,6 +100,21 @@ def test_colocated_servers_count_in_every_moment_and_their_contexts_on_other_gpu
         "a server's weights, per rank of it",
         "a server's context and workspaces",
     }
+
+
+@pytest.mark.parametrize(("parallel", "tp"), [({"tp": 2, "dp": 2}, 2), ({"tp": 2, "pp": 2}, 2), ({"dp": 4}, 1)])
+def test_as_many_ranks_are_connected_as_the_plan_of_an_update_needs_at_most(parallel, tp):
+    ranks = trainer(**parallel)
+    made = job("qwen3", ranks, tp)
+    places = [GpuPlace(HERE, gpu) for gpu in range(4)]
+    servers = [ServerStorage(made.servers[0].ranks, tuple(places[first : first + tp])) for first in range(0, 4, tp)]
+    sent = UpdatePlan(made.tensors, made.trainer, places, servers, RoundLimits(cells=1)).messages
+    pairs = set(zip(sent.sender.tolist(), (sent.server * tp + sent.receiver).tolist(), strict=True))
+    met = [{a + b - rank for a, b in pairs if rank in (a, b) and a != b} for rank in range(4)]
+    layout = [f"actor.parallel.{key}={size}" for key, size in parallel.items() if key != "dp"]
+    shards = recipe("cluster.nproc=4", "sync.transport=shards", f"rollout.sglang.tp_size={tp}", *layout)
+    counted = WeightSyncMemory(shards, model_facts(shards.model), together(shards).teams[0])._proxy_peers()
+    assert max(map(len, met)) <= counted <= tp * 2 - 1
 
 
 def test_with_separate_adapters_buffers_are_only_there_in_an_update_and_the_base_model_waits_in_host_memory():
