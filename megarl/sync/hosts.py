@@ -54,7 +54,9 @@ def choose_transport(
             else cannot_map,
             where="sync.transport",
             found=wanted,
-            allowed="auto, distributed or disk" if away else "auto, distributed, disk or delta",
+            allowed="auto, distributed, disk, or shards to SGLang's servers"
+            if away
+            else "auto, distributed, disk, delta, or shards to SGLang's servers",
         )
     return wanted
 

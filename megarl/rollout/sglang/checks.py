@@ -145,7 +145,7 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
                 "sync.transport",
                 "colocated servers release their weights in each update, so a delta has nothing to change",
                 found="delta",
-                allowed="auto, tensor or disk with rollout.sglang.colocated",
+                allowed="auto, tensor, shards or disk with rollout.sglang.colocated",
                 fix="set sync.transport=auto, or rollout.sglang.colocated=false",
             )
         broadcast = config.sync.transport == "distributed" or (

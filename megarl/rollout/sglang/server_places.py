@@ -80,9 +80,9 @@ def check_colocated(config: RunConfig, checks: Checklist) -> None:
     nnodes, gpus = config.cluster.nnodes, config.cluster.device_memory_gb is not None
     workers, here = config.cluster.nproc // nnodes, servers.servers * servers.nnodes // nnodes
     ranks = max(1, servers.ranks_per_node)
-    # With shards each rank of a server needs a trainer rank, on a CPU too.
-    counted = gpus or config.sends_shards
-    if counted and here * ranks > workers and servers.gpus is None and not servers.first_gpu_given:
+    # With shards each rank of a server needs a trainer rank, also on a CPU and on GPUs that the recipe chooses.
+    counted = config.sends_shards or (gpus and servers.gpus is None and not servers.first_gpu_given)
+    if counted and here * ranks > workers:
         most = workers // ranks * nnodes // servers.nnodes
         checks.fail(
             "rollout.sglang.servers",

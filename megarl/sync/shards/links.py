@@ -10,10 +10,9 @@ from typing import Annotated
 import numpy as np
 
 from megarl.sync.shards.boxes import DIMS, BoxRule, BoxTable, RankStorage, TensorTable, dtype_codes, row_major
-from megarl.sync.shards.table import Array, ColumnTable
+from megarl.sync.shards.table import INSTEAD, Array, ColumnTable
 from megarl.system.errors import UserError
 
-_FIX = "set sync.transport=distributed"
 _COUNTED = 1 << 24  # a parameter whose boxes are not rectangular in it is checked by element, up to this size
 
 
@@ -174,7 +173,7 @@ def needs_of(storage: RankStorage, shared: SharedBoxes, tensors: TensorTable, wh
             f"{tensors.names[boxes.tensor[bad]]}, but the trainer's ranks do not hold each of them exactly once",
             found=f"{covered[bad]} elements on the trainer's ranks",
             allowed=f"{boxes.numel[bad]} elements",
-            fix=_FIX,
+            fix=INSTEAD,
         )
     strides = boxes.strides[row]
     return NeedTable(
@@ -223,7 +222,7 @@ def _wrong_cover(storage: RankStorage, number: int, where: str, why: str) -> Use
     return UserError(
         f"{where}: an update would not write each element of the parameter {name} {shape} exactly once",
         found=why,
-        fix=_FIX,
+        fix=INSTEAD,
     )
 
 

@@ -40,6 +40,7 @@ from megarl.sync.shards.exchange import (
 from megarl.sync.shards.handover import HandoverPage, wait_for
 from megarl.sync.shards.plan import UpdatePlan
 from megarl.sync.shards.program import TransferProgram
+from megarl.sync.shards.table import INSTEAD
 from megarl.sync.shared import Handle, handle_of, shared_buffer
 from megarl.system.errors import ConfigError, WorkerError
 from megarl.system.tracing import keep_beating
@@ -78,9 +79,8 @@ def proxies_of(trainer: Sequence[Device], servers: Mapping[str, Sequence[Device]
                     "server rank",
                     where="sync.transport",
                     found="shards",
-                    allowed="shards with one rank of colocated servers at most for each trainer rank",
-                    fix="lower rollout.sglang.servers or tp_size; or set sync.transport=tensor with servers on one "
-                    "machine each, and disk with others",
+                    allowed="shards with at most one rank of colocated servers on each trainer rank's GPU",
+                    fix=f"lower rollout.sglang.servers or tp_size; or {INSTEAD}",
                 )
             proxies[place, rank] = free[device].pop(0)
     return proxies

@@ -16,6 +16,8 @@ from typing import Any, TypeVar, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
+INSTEAD = "set sync.transport=distributed (on the trainer's GPUs tensor, or disk if servers span machines)"
+"""What to do if updates from shard to shard are not possible, for errors."""
 Array = NDArray[Any]
 T = TypeVar("T", bound="ColumnTable")
 S = TypeVar("S", bound="TableSet")
@@ -161,10 +163,7 @@ def unpack(data: bytes, most: int = 1 << 30) -> dict[str, Array]:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             size = sum(info.file_size for info in file.infolist())
         if size > most:
-            raise ValueError(
-                f"the tables of a weight update have {size} bytes; allowed: at most {most}; set "
-                "sync.transport=distributed"
-            )
+            raise ValueError(f"the tables of a weight update have {size} bytes; allowed: at most {most}; {INSTEAD}")
         with np.load(io.BytesIO(data)) as loaded:
             return {name: loaded[name] for name in loaded.files}
     except (zipfile.BadZipFile, OSError, EOFError) as error:

@@ -54,7 +54,7 @@ from megarl.sync.shards.handover import PAGE_BYTES, HandoverPage
 from megarl.sync.shards.plan import UpdatePlan
 from megarl.sync.shards.program import TransferProgram
 from megarl.sync.shards.proxies import ProxyBuffers, ProxyPart, ProxyRunner, proxies_of
-from megarl.sync.shards.table import pack
+from megarl.sync.shards.table import INSTEAD, pack
 from megarl.sync.shared import handle_of, shared_buffer
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ServerError, WorkerError
@@ -325,7 +325,7 @@ class ShardTransfer:
                 raise error
         everyone = self.world.all_gather_json([[*report.failed], refused])
         if reasons := [reason for _, part in everyone for reason in part]:
-            raise WorkerError(f"{reasons[0]}; set sync.transport=distributed")
+            raise WorkerError(f"{reasons[0]}; {INSTEAD}")
         failed = {number for part, _ in everyone for number in part}
         for receiver in new:
             if receiver.number not in failed:
@@ -426,8 +426,8 @@ class ShardTransfer:
         names = self.world.all_gather_json(name)
         if len(set(names)) > 1:
             raise WorkerError(
-                "the trainer's ranks have planned different weight updates, an error in megarl; report it, and set "
-                "sync.transport=distributed"
+                "the trainer's ranks have planned different weight updates, an error in megarl; report it, and "
+                + INSTEAD
             )
         for place, rank in ranks[self.world.rank :: self.world.size]:
             part = update.program(receiver=(place, rank))

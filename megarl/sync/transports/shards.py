@@ -114,5 +114,6 @@ def refuse_shards(receivers: Receivers, *, adapters: bool) -> None:
             allowed="auto, distributed or disk; tensor or delta beside a trainer rank"
             if not receivers.colocated
             else "disk; tensor with servers on one machine each",
-            fix="set sync.transport=auto",
+            # auto is shards itself for such servers
+            fix=f"set sync.transport={'disk' if receivers.colocated and receivers.spread else 'auto'}",
         )

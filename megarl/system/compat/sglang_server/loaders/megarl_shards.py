@@ -474,8 +474,7 @@ def _unpack(data: bytes) -> dict[str, Any]:
         size = sum(info.file_size for info in file.infolist())
     if size > _LARGEST:
         raise ValueError(
-            f"the tables of a weight update have {size} bytes; allowed: at most {_LARGEST}; set "
-            "sync.transport=distributed"
+            f"the tables of a weight update have {size} bytes; allowed: at most {_LARGEST}; set another sync.transport"
         )
     with np.load(io.BytesIO(data)) as loaded:
         return {name: loaded[name] for name in loaded.files}
