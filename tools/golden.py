@@ -111,7 +111,8 @@ def compare(base: list[Line], now: list[Line]) -> Difference | None:
 
 
 def differences(base: list[Line], now: list[Line]) -> dict[str, float]:
-    """Return, by line, the largest difference of two runs' numbers, relative to those above 1; inf: one is none."""
+    """Return, by line, the largest difference of two runs' numbers, divided by the base's number if that is above 1;
+    inf: a number is missing or NaN in one of the runs."""
     found = {}
     for old, new in zip(base, now, strict=False):
         largest = 0.0

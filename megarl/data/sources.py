@@ -69,8 +69,8 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
 
 
 def first_rows(source: str, count: int, kwargs: Mapping[str, Any] | None = None) -> list[Row]:
-    """Read the first `count` rows of one source, like `load_rows`, or all if it has fewer; the rest of a .jsonl, .csv
-    or .parquet file is not read.
+    """Read the first `count` rows of one source like `load_rows`, or all if it has fewer; none is no error. The rest
+    of a .jsonl, .csv or .parquet file is not read.
     """
     return list(itertools.islice(_rows(source, kwargs or {}), count))
 

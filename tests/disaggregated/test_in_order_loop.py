@@ -142,7 +142,7 @@ def test_two_steps_ahead_every_step_has_exactly_its_version_and_a_killed_run_goe
     two = ("async.max_staleness=2", "trainer.steps=6", "trainer.keep_last=6")  # training may go on for two steps more
     whole, run_dir = train(recipe, tmp_path / "whole", *two, work=noting_versions), tmp_path / "killed"
     assert drawn_with(tmp_path / "whole") == {1: {0}, 2: {0}, 3: {0}, 4: {1}, 5: {2}, 6: {3}}
-    # The optimizer's state and the gradients move while copies of the weights wait, and no number changes.
+    # Gradients are freed while copies of the weights wait (on a CPU nothing else is offloaded), and no number changes.
     two = (*two, "actor.engine.offload=true")
     with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
         train(recipe, run_dir, *two, work=killed_when_it_draws_step_5)

@@ -73,8 +73,8 @@ class GroupInfo(NamedTuple):
 class _Sent:
     """The groups that were sent for one handover in one step."""
 
-    # One number per replica that sent its groups: the rank that called `give`. With as_ready, where no rank may call it
-    # for these groups, the replica's number.
+    # One number per replica that sent its groups: the rank that called `give`. With as_ready no rank may call it for
+    # these groups; the buffer itself fills this set, with the replicas' numbers.
     givers: set[int] = field(default_factory=set)
     refs: dict[str, Any] = field(default_factory=dict)  # reference to the bytes of each group, by uid
     fetched: dict[str, set[str]] = field(default_factory=dict)  # uids that each team has fetched
@@ -506,8 +506,8 @@ class Core:
             raise HandoverError(f"{at}: only team {handover.giver!r} may hand over these samples{_REPORT}")
         if handover in self._flows:
             raise HandoverError(
-                f"{at}: this run hands over these groups one by one when they are finished (async.order=as_ready), not "
-                f"step by step{_REPORT}"
+                f"{at}: this run hands over these groups one by one when they are finished (async.order is not "
+                f"in_order), not step by step{_REPORT}"
             )
 
     def _is_complete(self, handover: Handover, sent: _Sent) -> bool:

@@ -79,8 +79,9 @@ class Mixer(ABC):
         return (hidden,)
 
     def copied_elements(self) -> tuple[int, ...]:
-        """Return the elements per token of what tensor-parallel ranks share, and sum the gradients of, without a
-        projection. Under sequence parallelism ranks gather it in the forward pass only."""
+        """Return the elements per token of each tensor that all tensor-parallel ranks use whole and that enters no
+        split projection, such as a rope key. Ranks sum its gradients. Under sequence parallelism they gather it in the
+        forward pass only."""
         return ()
 
     def gathered_elements(self, tp: int, cp: int) -> float:

@@ -120,8 +120,8 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_per_call(config: RunConfig, checks: Checklist) -> None:
-    """Check that rewards of single policy calls have a critic and a simulator that measures progress. A user's own
-    simulator is known only once it has played (`megarl.robots.stages`)."""
+    """Check that rewards of single policy calls have a critic and a simulator that measures progress. Whether a
+    user's own simulator measures it is known only after its first step, where `megarl.robots.stages` looks."""
     reward, simulator = robot_of(config).reward, robot_of(config).simulator.get("name")
     if not reward.per_call:
         return

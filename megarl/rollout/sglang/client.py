@@ -252,7 +252,7 @@ class Dispatch:
         while self._servers[number] is server and number not in self._failed:
             await asyncio.sleep(min(_HEALTH_EVERY_S, alive / 4))
             # for its first sample a server with a GPU compiles kernels, which may take as long as a start
-            # (the run's own servers have GPUs if this machine has; other servers may always have GPUs)
+            # (the run's own servers have GPUs if this machine has; those of `urls` may have some even if it has none)
             cold = (has_nvidia_device() or bool(self._config.urls)) and server.url not in _WARM
             limit = max(alive, self._config.start_timeout_s) if cold else alive
             now = time.monotonic()

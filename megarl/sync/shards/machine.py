@@ -17,7 +17,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 def machine_name() -> str:
     """Return a name that no other machine of the run has, even if their host names are equal, as in cloned images: the
-    host name, and a hash of the id that Linux draws at each boot and of the device number of /dev/shm.
+    host name, and a hash of the id that Linux draws at each boot and of the device number of /dev/shm. Where a sandbox
+    hides the id, machines of one host name may have one name.
 
     Containers on one machine have the same name only if they have one host name and one /dev/shm.
     """

@@ -68,8 +68,9 @@ _LOOK_S = 0.25  # seconds between two checks of a cell's heartbeats
 _GRACE_S = 2.0  # seconds to wait for the answer of a receiver whose cell was given up
 _POLL_S = 0.02
 _READY_POLL_S = 0.002  # least seconds between two checks of a trainer rank whether receivers are ready
-# Largest number of these checks per second by all trainer ranks together: 1,024 ranks check every 51 ms. A check takes
-# 20 us of the store's only thread if a cell has 128 server ranks, so all checks take at most 40% of its time.
+# Largest number of these checks per second by all trainer ranks together: 1,024 ranks check every 51 ms. A check, two
+# messages, takes 20 us of the store's only thread if a cell has 128 server ranks, so all checks take at most 40% of its
+# time.
 _READY_CHECKS = 20_000
 _PHASE = "update from shard to shard"
 _ANSWERED = 200  # HTTP status with which a server refuses a call; other failures have another status or none

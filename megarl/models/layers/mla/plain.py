@@ -92,8 +92,8 @@ class MLA(Mixer):
         return float(self.cached)
 
     def projected_elements(self, hidden: int) -> tuple[int, ...]:
-        """Return the widths of what is expanded to heads: of queries (hidden states without a query rank), and of keys
-        and values."""
+        """Return the widths of the latent of queries (the hidden size if there is none) and of that of keys and
+        values."""
         return self.q_rank or hidden, self.kv_rank
 
     def copied_elements(self) -> tuple[int, ...]:
