@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
+from megarl.dag.staleness import policy_of
 from megarl.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def _refuse_keys(config: RunConfig) -> None:
             allowed=f"1 to {MOST}, or 0 with {ORDER}=in_order",
             fix=f"set {KEY}=1, or {ORDER}=in_order",
         )
+    policy_of(config)  # refuses a policy of the user that cannot be loaded or is of another class
 
 
 def _refuse_settings(config: RunConfig, lag: int) -> None:

@@ -114,8 +114,12 @@ def test_a_server_that_compiles_has_the_time_of_a_start_until_its_first_sample(
     with servers(lambda s, p: "hang") as made:
         _, failed, _ = generate(made, **patience)
         assert "for 0.6 s (rollout.sglang.start_timeout_s)" in failed[0]
-    with servers(lambda s, p: "ok" if len(s.payloads) == 1 else "hang") as made:
-        _, failed, _ = generate(made, max_concurrency=1, **patience)
+    with servers(ok) as made:
+        generate(made)
+        assert made[0].api.url in client._WARM
+    with servers(lambda s, p: "hang") as made:
+        client._WARM.add(made[0].api.url)
+        _, failed, _ = generate(made, **patience)
         assert "for 0.2 s (rollout.sglang.health_timeout_s)" in failed[0]
 
 
