@@ -6,7 +6,8 @@
     all ranks                        agree on which servers are current
 
 Requests name the adapter of their version, so servers need no pause: requests that run meanwhile finish with the
-adapter that they began with. A server keeps this adapter until the update after the next.
+adapter that they began with (`sync.pause: abort` pauses servers and ends these requests). A server keeps the adapters
+of the new version and of the one before it, and drops older ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megarl.system.errors import WorkerError
 from megarl.system.tracing import phase
 
 DIFFERS = "differ from the trainer's"
-"""What a server answers that has read other tensors than the trainer has written (serve.py)."""
+"""Part of the error of a server whose adapter differs from the trainer's file (serve.py)."""
 
 
 class AdapterReceiver(Receiver, Protocol):
@@ -42,6 +43,9 @@ class AdapterReceiver(Receiver, Protocol):
 
         Args:
             kept: names of earlier adapters that stay; the others that runs have loaded are dropped.
+
+        Raises:
+            ServerError: the engine has not loaded exactly the adapter `name`.
         """
 
 
@@ -64,6 +68,7 @@ class AdapterSync(WeightSync):
             raise ValueError("sync.adapters=separate needs a model with adapters; set model.lora")
         super().__init__(chunks, receivers, config, run_dir, world)
         self._lora = chunks[0].config.lora
+        self._updated_once: set[int] = set()  # receivers that `verify=first` probes again at their next update
         self._folder = (Path(config.folder) if config.folder else run_dir / "sync") / "adapters"
         sizes = adapter_tensors(chunks[0].hf_config, self._lora)
         self._tensors = len(sizes)
@@ -129,6 +134,11 @@ class AdapterSync(WeightSync):
                 with adapters_off(self.chunks):
                     self._verify(self._led, unchecked, report)
             report.to_probe = ready
+        elif self.config.verify == "first":
+            # B is 0 at the start of a run, so only the second update shows whether a server applies its adapter.
+            again = self._updated_once.intersection(ready)
+            self._updated_once = (self._updated_once - again) | set(report.to_probe).intersection(ready)
+            report.to_probe = sorted(again.union(report.to_probe))
         self._close_report(report, numbers)
 
     def _write(self, version: int) -> Path:
@@ -139,7 +149,11 @@ class AdapterSync(WeightSync):
             if self.world.rank == 0:
                 self._folder.mkdir(parents=True, exist_ok=True)
             write_adapter(
-                *(self.chunks, folder, self._lora), base=None, world=self.world, digests=self.config.verify != "off"
+                *(self.chunks, folder, self._lora),
+                base=None,
+                world=self.world,
+                adapter=version_tag(version, self.run),
+                digests=self.config.verify != "off",
             )
             if self.world.rank == 0:
                 remove_old(self._folder, version)

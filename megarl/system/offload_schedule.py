@@ -22,8 +22,9 @@ frozen models, `critic.engine.offload` and `models.NAME.engine.offload` for thes
 trainer's devices. The table is plain data, which the dry run's estimate of memory also reads
 (`megarl.planning.memory`).
 
-Offloaded server weights are dropped: the next `publish` brings the new ones, and generating before it is an error. The
-embedded engine allocates its cache when generation begins and frees it at the end, so that nothing has to be moved.
+Offloaded server weights are dropped: the next `publish` brings the new ones, and generating before it is an error. With
+`sync.adapters: separate` they wait in host memory, and the next `publish` brings adapters only. The embedded engine
+allocates its cache when generation begins and frees it at the end, so that nothing has to be moved.
 """
 
 from __future__ import annotations

@@ -322,6 +322,8 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
                 (["rollout.sglang.speculative={algorithm: NGRAM}"], "rollout.sglang.speculative"),
                 (["sync.fp8=true"], "sync.fp8"),
                 (["sync.transport=shards"], "sync.transport"),
+                (["sync.transport=delta"], "sync.transport"),
+                (["cluster.nnodes=2", "cluster.nproc=2", "sync.folder=/dev/shm/a"], "sync.folder"),
                 (
                     ["sync.pause=in_place", "rollout.sglang.extra_args=[--disable-radix-cache]"],
                     "sync.pause",

@@ -71,7 +71,7 @@ def finish(
 
 class FakeServer(ThreadingHTTPServer):
     """`rule(server, payload)` says how a request is treated: ok, abort, wait, foreign, empty, die, hang, or an HTTP
-    status.
+    status; "unloaded": the server was restarted and has no adapter.
 
     wait: nothing comes until the request is aborted, then half of it; foreign: with another run's weights; empty: no
     token, and the length limit is said to be reached.
@@ -159,6 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif verdict == "hang":
             self.server.hangs.set()
             self.server.over.wait()
+        elif verdict == "unloaded":
+            self._send(400, {"error": f"Got LoRA adapter that has never been loaded: {payload['lora_path']}"})
         elif verdict.isdigit():
             self._send(int(verdict), {"error": "no"})
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +79,38 @@ def test_a_sample_has_the_version_of_its_adapter_though_the_server_has_a_newer_o
         )
 
 
-class Loading(ServerApi):
-    """A server that has loaded `adapters`."""
+def test_a_server_that_was_restarted_without_its_adapter_is_lost() -> None:
+    with servers(lambda server, payload: "unloaded", ok) as (restarted, other):
+        samples = samples_of([Request([7], [1])])
+        (lost,) = finish(samples, {0: restarted.api, 1: other.api}, SamplingConfig(max_new_tokens=3), settings())
+        assert lost.number == 0
+        assert "never been loaded: 1@run" in lost.why
+        assert samples[0].finish_reason == "length"
 
-    def __init__(self, *adapters: str) -> None:
+
+class Loading(ServerApi):
+    """A server that has loaded `adapters`; requests use those in `busy`."""
+
+    def __init__(self, *adapters: str, busy: Sequence[str] = (), refusal: str = "", compares: bool = True) -> None:
         super().__init__("http://127.0.0.1:1", None, "server 0")
         object.__setattr__(self, "loaded", dict.fromkeys(adapters, "somewhere"))
+        object.__setattr__(self, "busy", busy)
+        object.__setattr__(self, "refusal", refusal or "it is already loaded")
+        object.__setattr__(self, "compares", compares)
 
     def call(self, path: str, payload: Any = None, *, deadline_s: float, phase: str, method: str = "POST") -> Any:
+        name = payload["lora_name"]
         if path == "/load_lora_adapter":
-            if payload["lora_name"] in self.loaded:
-                raise ServerError(self.name, self.url, phase, "HTTP 400: it is already loaded", status=400)
-            self.loaded[payload["lora_name"]] = payload["lora_path"]
-            return {"success": True, "loaded_adapters": dict(self.loaded)}
+            assert deadline_s == 9.0
+            if name in self.loaded:
+                raise ServerError(self.name, self.url, phase, f"HTTP 400: {self.refusal}", status=400)
+            self.loaded[name] = payload["lora_path"]
+            message = f"compared {name}" if self.compares else ""
+            return {"success": True, "error_message": message, "loaded_adapters": dict(self.loaded)}
         assert path == "/unload_lora_adapter"
-        del self.loaded[payload["lora_name"]]
+        if name in self.busy:
+            raise ServerError(self.name, self.url, phase, f"no answer within {deadline_s:g} s")
+        del self.loaded[name]
         return {"success": True}
 
 
@@ -103,8 +121,23 @@ def test_an_update_drops_the_adapters_of_older_versions_and_of_earlier_runs() ->
     assert api.loaded == {"a user's": "somewhere", "2@run": "somewhere", "3@run": "/new"}
 
 
-def test_an_adapter_that_an_update_had_loaded_before_it_failed_is_loaded_again() -> None:
-    api = Loading("3@run")
+def test_an_old_adapter_that_requests_still_use_does_not_fail_an_update(capsys) -> None:
+    api = Loading("1@run", "2@run", busy=["1@run"])
+    server_receiver(api).load_adapter("3@run", Path("/new"), ["2@run"], UpdateStep("update", 9.0))
+    assert set(api.loaded) == {"1@run", "2@run", "3@run"}
+    assert "server 0 keeps old adapters until the next update: " in (printed := capsys.readouterr().out)
+    assert "no answer within 5 s" in printed
+
+
+def test_a_server_that_does_not_compare_adapters_has_failed() -> None:
+    """One of the user's that was started with an older serve.py."""
+    with pytest.raises(ServerError, match=r"without comparing it with the trainer.s; start it with serve\.py"):
+        server_receiver(Loading(compares=False)).load_adapter("1@run", Path("/a"), [], UpdateStep("update", 9.0))
+
+
+@pytest.mark.parametrize("refusal", ["it is already loaded", "LoRA adapter '3@run' has an incomplete unload."])
+def test_an_adapter_that_an_update_had_loaded_before_it_failed_is_loaded_again(refusal) -> None:
+    api = Loading("3@run", refusal=refusal)
     server_receiver(api).load_adapter("3@run", Path("/new"), [], UpdateStep("update", 9.0))
     assert api.loaded == {"3@run": "/new"}
 

@@ -439,6 +439,7 @@ class FolderWriter:
 def replace_folder(temporary: Path, folder: Path) -> None:
     """Rename `temporary` to `folder`; an existing folder is moved aside first and removed after the rename."""
     old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    shutil.rmtree(old, ignore_errors=True)  # a killed process with this number may have left it
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)

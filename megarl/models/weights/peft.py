@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ from megarl.models.weights.files import SafetensorsWriter, replace_folder
 from megarl.system.comm import WorkerGroup
 from megarl.system.errors import ConfigError
 
-DIGESTS = "megarl_sha256"
-"""Key of the settings with the SHA-256 of each tensor in the file, which the server's hook (serve.py) compares."""
+NAME, DIGESTS = "megarl_adapter", "megarl_sha256"
+"""Keys of the settings with the adapter's name and the SHA-256 of each tensor in the file, which the server's hook
+(serve.py) compares."""
 _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(lora_[AB])\.weight")
 _STACKS = {"gate_up_proj": ".base_layer", "down_proj": ""}
@@ -68,14 +70,16 @@ def write_adapter(
     *,
     base: str | None,
     world: WorkerGroup,
+    adapter: str | None = None,
     digests: bool = False,
 ) -> None:
     """Write the adapters as `export_adapter` does, and return on the other ranks before the folder is complete.
 
     Args:
         base: what the file names as the base model.
-        digests: whether the settings have the SHA-256 of every stored tensor's bytes (`DIGESTS`). PEFT refuses settings
-            that it does not know, so only servers of this run may read such a folder.
+        adapter: the adapter's name, which the settings get as `NAME`; None: they get none. PEFT ignores settings that
+            it does not know, with a warning.
+        digests: whether the settings have the SHA-256 of every stored tensor's bytes (`DIGESTS`).
 
     Raises:
         OSError: the first rank cannot write; the other ranks have sent it all tensors.
@@ -83,7 +87,7 @@ def write_adapter(
     tensors = iter_adapter_tensors(chunks, lora, world)
     try:
         if world.rank == 0:
-            _write(chunks[0], tensors, folder, lora, base, digests=digests)
+            _write(chunks[0], tensors, folder, lora, base, adapter=adapter, digests=digests)
     finally:
         for _ in tensors:  # the ranks that hold the adapters send all of them
             pass
@@ -96,6 +100,7 @@ def _write(
     lora: LoraConfig,
     base: str | None,
     *,
+    adapter: str | None,
     digests: bool,
 ) -> None:
     hf = model.hf_config
@@ -103,6 +108,7 @@ def _write(
     stored = _stored(shapes)
     form: Callable[[str], str] = str if encoder_of(hf) is None else module_name
     temporary = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)  # a killed process with this number may have left it
     temporary.mkdir(parents=True)
     named = {_PREFIX + form(name): shape for name, shape in stored.items()}
     writer = SafetensorsWriter(temporary / TENSORS, named, model.config.params_dtype)
@@ -118,7 +124,7 @@ def _write(
     sees = encoder_of(hf) is not None
     settings = peft_config(lora, modules, base, mixture=num_experts(hf) is not None and not sees)
     settings["target_modules"] = _targets(settings["target_modules"], modules, whole=sees)
-    settings |= {DIGESTS: sums} if digests else {}
+    settings |= ({NAME: adapter} if adapter is not None else {}) | ({DIGESTS: sums} if digests else {})
     text = json.dumps(settings, indent=2, sort_keys=True)
     (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
     replace_folder(temporary, folder)

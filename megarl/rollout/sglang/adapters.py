@@ -1,6 +1,6 @@
 """Servers that get only low-rank adapters (`sync.adapters: separate`): their arguments, requests, and checks.
 
-Read in SGLang 0.5.23 (sglang/srt): a request names its adapter in `lora_path` and is refused if the server has not
+Read in SGLang 0.5.23 (sglang/srt): a request names its adapter in `lora_path` and is refused if the server has never
 loaded it (`managers/tokenizer_manager.py`); without a name the base model answers. Keys and values in the prefix cache
 belong to one loaded adapter. `lora/mem_pool.py` has a slot per adapter of a batch, one of them for the base model.
 """
@@ -8,6 +8,7 @@ belong to one loaded adapter. `lora/mem_pool.py` has a slot per adapter of a bat
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.model import LoraConfig
@@ -92,29 +93,47 @@ def adapter_problems(info: dict[str, Any], servers: SGLangConfig) -> Iterator[tu
 
 def check_adapters(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
     """Check that servers can apply the recipe's adapters themselves, if it sends only these."""
-    servers, sync, lora = config.rollout.sglang, config.sync, config.model.lora
-    if sync.adapters == "merged" or lora is None:
+    servers, lora = config.rollout.sglang, config.model.lora
+    if config.sync.adapters == "merged" or lora is None:
         return
-    obstacles = (
-        ("rollout.sglang.attention_dp", servers.attention_dp, servers.attention_dp > 1, 1),
-        ("rollout.sglang.speculative", servers.speculative, servers.speculative is not None, None),
-        ("sync.fp8", sync.fp8, sync.fp8, False),
-        ("sync.transport", sync.transport, config.sends_shards, "tensor, distributed, disk or delta"),
-        ("sync.pause", sync.pause, sync.pause == "in_place", "retract (requests finish with their adapter) or abort"),
-    )
-    for key, value, is_set, allowed in obstacles:
-        if is_set:
-            checks.fail(
-                key,
-                "servers that get only adapters (sync.adapters=separate) do not work with this setting",
-                found=value,
-                allowed="null" if allowed is None else allowed,
-                fix=f"change {key}, or set {_KEY}=merged",
-            )
+    for key, value, why, allowed in _obstacles(config):
+        checks.fail(
+            key,
+            f"servers that get only adapters (sync.adapters=separate) do not work with this setting: {why}",
+            found=value,
+            allowed="null" if allowed is None else allowed,
+            fix=f"change {key}, or set {_KEY}=merged",
+        )
     if facts is not None:
         _check_model(facts, lora.targets, checks)
-        if config.cluster.device_memory_gb is None and not nvidia_devices() and "mlp" in (lora.targets or _MODULES):
+        here = config.cluster.device_memory_gb is None and not servers.urls  # the servers run on this kind of machine
+        if here and not nvidia_devices() and "mlp" in (lora.targets or _MODULES):
             _check_widths(servers.tp_size, facts, checks)
+
+
+def _obstacles(config: RunConfig) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield the settings that separate adapters exclude: key, value, the reason, and what is allowed."""
+    servers, sync = config.rollout.sglang, config.sync
+    if servers.attention_dp > 1:
+        why = "with attention groups SGLang loads only adapters that are never dropped"
+        yield "rollout.sglang.attention_dp", servers.attention_dp, why, 1
+    if servers.speculative is not None:
+        why = "speculative decoding with adapters was never compared with the trainer"
+        yield "rollout.sglang.speculative", servers.speculative, why, None
+    if sync.fp8:
+        yield "sync.fp8", sync.fp8, "adapters on FP8 weights were never compared with the trainer", False
+    transports = "disk" if servers.colocated and servers.nnodes > 1 else "tensor, distributed or disk"
+    if config.sends_shards:
+        yield "sync.transport", sync.transport, "updates from shard to shard need a model without adapters", transports
+    if sync.transport == "delta":
+        why = "it keeps copies of the weights in host memory for later changes, and the base model never changes"
+        yield "sync.transport", sync.transport, why, transports
+    if sync.pause == "in_place":
+        why = "a request cannot change its adapter while it runs"
+        yield "sync.pause", sync.pause, why, "retract (requests finish with their adapter) or abort"
+    if sync.folder is not None and config.cluster.nnodes > 1 and Path(sync.folder).is_relative_to("/dev/shm"):
+        why = "memory of one machine cannot be read by servers on the others"
+        yield "sync.folder", sync.folder, why, "a folder that all machines share"
 
 
 def _check_model(facts: ModelFacts, targets: Collection[str] | None, checks: Checklist) -> None:

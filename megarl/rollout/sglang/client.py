@@ -227,7 +227,7 @@ class Dispatch:
             url = f"{server.url}/generate"
             settings: Any = {"headers": server.headers, "allow_redirects": False}
             async with self._session.post(url, json=payload | self._adapter, **settings) as response:
-                await _check(response, server)
+                await _check(response, server, self._adapter.get("lora_path"))
                 # An answer has a list for each token. Python's own parser would keep a core busy for 4% of a step.
                 body: dict[str, Any] = from_json(await response.read(), cache_strings="keys")
                 return body
@@ -298,12 +298,17 @@ class _LostError(Exception):
     """A server failed to answer a request, so the server is dropped."""
 
 
-async def _check(response: ClientResponse, server: ServerApi) -> None:
-    """Raise an error for an HTTP status of 300 or more; a redirect would send the key elsewhere."""
+async def _check(response: ClientResponse, server: ServerApi, adapter: str | None) -> None:
+    """Raise an error for an HTTP status of 300 or more; a redirect would send the key elsewhere.
+
+    A server that does not have the request's `adapter` was restarted after the last update, so it is lost like a server
+    with other weights.
+    """
     if response.status < 300:
         return
     text = (await response.text())[:500]
-    if response.status in _REFUSED:
+    without_adapter = response.status == 400 and adapter is not None and adapter in text
+    if response.status in _REFUSED and not without_adapter:
         raise ServerError(
             server.name, server.url, "generation (/generate)", f"HTTP {response.status}: {text}", status=response.status
         )

@@ -113,7 +113,7 @@ class Fleet:
         server.state, server.version, server.why = "failed", None, why
 
     def acknowledge(self, server: Server, version: int) -> None:
-        """Record that `server` holds only `version` and has dropped every cache of older weights."""
+        """Record that requests to `server` are computed with the weights `version`, without caches of other weights."""
         if server.state in ("starting", "failed"):
             raise ValueError(f"{server.api.name} is in state {server.state!r}, in which it cannot acknowledge weights")
         server.state, server.version = "current", version

@@ -205,7 +205,8 @@ def send_weights_to(host: EngineHost, fleet: Fleet) -> WeightSync:
         host.offload.add_servers(ServerMemory(fleet, servers.health_timeout_s, host.layout.world))
     sizes = servers.tp_size, servers.ep_size
     layout = ServerLayout.of(host.hf_config, *sizes, on_gpu=has_cuda(), attention_dp=servers.attention_dp)
-    # Servers on the trainer's GPUs drop all weights before an update, so frozen weights must be sent again too.
+    # Servers on the trainer's GPUs drop all weights before an update, so frozen weights must be sent again too. With
+    # separate adapters they keep the base model in host memory.
     stays = () if servers.colocated and has_cuda() else config.model.freeze
     receivers = SglangReceivers(fleet, layout, takes_draft=serves_own_draft(config))
     if config.sync.adapters == "separate":

@@ -1,8 +1,8 @@
 """Releases and restores the device memory of servers that share devices with the trainer.
 
-`megarl.system.offload_schedule` lists the parts that each phase needs. Released weights are lost; the next weight
-update sends all of them. CUDA graphs are released with the cache. Needs SGLang's memory saver, which servers have with
-`rollout.sglang.colocated`; on a CPU the calls free nothing.
+`megarl.system.offload_schedule` lists the parts that each phase needs. Released weights are lost, and the next weight
+update sends all of them; with `sync.adapters: separate` they wait in host memory. CUDA graphs are released with the
+cache. Needs SGLang's memory saver, which servers have with `rollout.sglang.colocated`; on a CPU the calls free nothing.
 """
 
 from __future__ import annotations

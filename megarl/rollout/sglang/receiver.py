@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ OWN_GPUS = "servers with GPUs of their own (rollout.sglang.gpus) cannot map memo
 SPREAD = "servers on several machines (rollout.sglang.nnodes) cannot receive weights through memory of one machine"
 WHOLE = "flattened_bucket"  # SGLang's name for a buffer of whole tensors
 _POLL_S = 0.5
+_UNLOAD_S = 5.0  # deadline for unloading an old adapter, which waits until no request uses it
 _MOVES_NOTHING = frozenset(
     (
         *("/pause_generation", "/continue_generation", "/begin_weight_update", "/flush_cache"),
@@ -253,20 +254,37 @@ class SglangReceiver:
         self._call("/update_weights_from_disk", payload, step)
 
     def load_adapter(self, name: str, folder: Path, kept: Collection[str], step: UpdateStep) -> None:
-        """Make the server load a PEFT adapter, then unload other adapters that a run has loaded and that are not in
-        `kept`, as soon as no request uses them."""
+        """Make the server load a PEFT adapter and compare it with what its trainer has written, then unload other
+        adapters that a run has loaded and that are not in `kept`.
+
+        The server unloads an adapter when no request uses it any more. If that takes longer than a few seconds, the
+        next update unloads the adapter.
+
+        Raises:
+            ServerError: the load failed, or the server does not compare adapters.
+        """
         payload = {"lora_name": name, "lora_path": str(folder)}
         try:
             answer = self._call("/load_lora_adapter", payload, step)
         except ServerError as error:
-            if "already" not in error.reason:
+            if "already loaded" not in error.reason and "incomplete unload" not in error.reason:
                 raise
-            # An earlier update of this server failed after it had loaded the adapter.
+            # An earlier update of this server failed after it had loaded the adapter, or began to unload it.
             self._call("/unload_lora_adapter", {"lora_name": name}, step)
             answer = self._call("/load_lora_adapter", payload, step)
-        for loaded in answer["loaded_adapters"]:
-            if loaded not in (name, *kept) and _is_tag(loaded):
-                self._call("/unload_lora_adapter", {"lora_name": loaded}, step)
+        if answer.get("error_message") != f"compared {name}":
+            reason = (
+                f"it loads adapter {name} without comparing it with the trainer's; start it with serve.py of this "
+                "version of megarl (docs/servers.md), or set sync.adapters=merged"
+            )
+            raise ServerError(self.name, self.url, step.phase, reason)
+        old = [each for each in answer["loaded_adapters"] if each not in (name, *kept) and _is_tag(each)]
+        try:
+            for each in old:
+                short = replace(step, deadline_s=min(step.deadline_s, _UNLOAD_S))
+                self._call("/unload_lora_adapter", {"lora_name": each}, short)
+        except ServerError as error:
+            print(f"{self.name} keeps old adapters until the next update: {error}", flush=True)
 
     def checksums(self, step: UpdateStep) -> Checksums:
         """Return the server's checksums of its own parameters, by tensor-parallel rank."""

@@ -96,9 +96,10 @@ def version_folder(version: int) -> str:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove the partial folders of interrupted writes."""
-    for stale in folder.glob(".v*.partial*"):
-        shutil.rmtree(stale, ignore_errors=True)
+    """Remove what interrupted writes have left: partial folders, and old folders that were moved aside."""
+    for pattern in (".v*.partial*", ".v*.old-*"):
+        for stale in folder.glob(pattern):
+            shutil.rmtree(stale, ignore_errors=True)
 
 
 def remove_old(folder: Path, version: int) -> None:

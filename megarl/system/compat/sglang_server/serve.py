@@ -8,8 +8,8 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * its shared memory has a name that its parent knows, and can remove when the server was killed;
 * megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
   or pass unseen (not when memory cannot be mapped: that still ends it);
-* adapters are read from safetensors files, also by a server that starts with random weights, and compared with the
-  hashes that their trainer has written;
+* adapters of a megarl trainer are read from safetensors files, also by a server that starts with random weights, and
+  compared with the name and the hashes that the trainer has written; if any rank fails, no rank keeps the adapter;
 * a broadcast bucket is copied to the places in the parameters that megarl's loader has found once;
 * a cache that one group of ranks could not drop is reported, where SGLang reports that of the first group;
 * an update makes it forget the features of images that earlier weights have made;
@@ -186,15 +186,59 @@ def copy_broadcast_buckets() -> None:
     hook(f"{updater}.end_weight_update", end)
 
 
+def first_failure(problem: str) -> str:
+    """Return the problem of the first rank of this server that has one; empty if none has. Every rank calls this."""
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_size == 1:
+        return problem
+    text = torch.zeros(400, dtype=torch.uint8)
+    encoded = problem.encode()[: len(text)]
+    text[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    texts = [torch.empty_like(text) for _ in range(get_parallel().tp_size)]
+    torch.distributed.all_gather(texts, text, group=get_parallel().tp_group.cpu_group)
+    decoded = (bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in texts)
+    return next((f"rank {rank}: {each}" if rank else each for rank, each in enumerate(decoded) if each), "")
+
+
 def load_adapters() -> None:
-    """Load low-rank adapters from safetensors files only, and refuse one whose tensors differ from those that its
-    trainer has written.
+    """Load low-rank adapters that a megarl trainer has written. Each rank compares them with the trainer's.
 
     SGLang reads adapters as it reads the model, so a server that starts with random weights could read none. It ignores
-    tensors of names that it does not know. The trainer writes the SHA-256 of each tensor into the adapter's settings.
+    tensors of names that it does not know, and reports only rank 0's result. The trainer writes the name of the adapter
+    and the SHA-256 of each tensor into the adapter's settings. The reply to a successful load names the adapter that
+    was compared, so the trainer recognises a server that does not compare.
     """
 
-    def load(call: Any, adapter: Any) -> None:
+    def load(call: Any, manager: Any, ref: Any) -> Any:
+        path, problem, name = Path(ref.lora_path), "", None
+        if path.is_absolute() and not path.is_dir():  # SGLang would look for it on the hub
+            problem = (
+                f"the machine {socket.gethostname()} does not see {path}; set sync.folder to a folder that it shares "
+                "with the trainer"
+            )
+        else:
+            result = call(manager, ref)
+            problem = "" if result.success else result.error_message or "the adapter cannot be loaded"
+        if not problem:
+            name = manager.configs[ref.lora_id].hf_config.get("megarl_adapter")
+            if name not in (None, ref.lora_name):
+                problem = (
+                    f"{path} is adapter {name} and not {ref.lora_name}, so this machine does not see the trainer's "
+                    "folder; set sync.folder to a folder that it shares with the trainer"
+                )
+        if failure := first_failure(problem):
+            manager.unload_lora_adapter(ref)  # from the ranks that have loaded it
+            return manager.create_lora_update_result(success=False, error_message=failure)
+        if name is not None:
+            result.error_message = f"compared {name}"
+        return result
+
+    def read(call: Any, adapter: Any) -> None:
+        if "megarl_adapter" not in adapter.config.hf_config:
+            call(adapter)
+            return
         from safetensors.torch import load_file
 
         adapter.initialize_weights_from_tensors(load_file(Path(adapter.config.path) / "adapter_model.safetensors"))
@@ -215,7 +259,8 @@ def load_adapters() -> None:
                 raise ValueError(f"{len(wrong)} of {len(expected)} adapter tensors differ from the trainer's: {shown}")
         call(adapter)
 
-    hook("sglang.srt.lora.lora.LoRAAdapter.initialize_weights", load)
+    hook("sglang.srt.lora.lora_manager.LoRAManager.load_lora_adapter", load)
+    hook("sglang.srt.lora.lora.LoRAAdapter.initialize_weights", read)
     hook("sglang.srt.lora.lora.LoRAAdapter._normalize_weights", compare)
 
 
