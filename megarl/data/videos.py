@@ -148,7 +148,7 @@ def open_video(value: Any, folder: Path | None, fps: float, most: int | None, wh
         source = path_of(value, folder, where, _NOUN, FORMS)
         with opened(source, where, _NOUN, FORMS) as data:
             state = os.fstat(data.fileno())
-        total, size, rate_of_file = _read_head(source, f"{where}: {source}", (state.st_mtime_ns, state.st_size))
+        total, size, rate_of_file = _head_of(source, where, (state.st_mtime_ns, state.st_size))
         given = rate_of_file if given is None else given
     elif isinstance(value, list) and value:
         source, total, size = value, len(value), image_size(value[0], folder, where)
@@ -177,18 +177,33 @@ def _check_total(total: int, where: str) -> None:
         )
 
 
+def _head_of(file: Path, where: str, state: tuple[int, int]) -> tuple[int, tuple[int, int], float | None]:
+    """Return `_read_head`; its errors name the row and column `where`."""
+    try:
+        return _read_head(file, state)
+    except DataError as error:
+        place = f"{where}: {error.where}"
+        raise DataError(
+            error.what, where=place, found=error.found, allowed=error.allowed, fix=error.fix
+        ) from error.__cause__
+
+
 @lru_cache(maxsize=1 << 16)
-def _read_head(file: Path, where: str, state: tuple[int, int]) -> tuple[int, tuple[int, int], float | None]:
+def _read_head(file: Path, state: tuple[int, int]) -> tuple[int, tuple[int, int], float | None]:
     """Return number, height and width of a file's frames, and frames per second if the file has durations.
 
-    The result is kept, because each use of a row asks for it, and the durations of a GIF take half as long as its
-    frames.
+    The result is kept for all rows of the file, because each use of a row asks for it, and the durations of a GIF take
+    half as long as its frames.
 
     Args:
         state: time of the last change and size of the file; a changed file is read again.
+
+    Raises:
+        DataError: the file, which the error names, cannot be read, or has too many frames or pixels.
     """
     from PIL import Image
 
+    where = str(file)
     with readable(where, _NOUN):
         if file.suffix == ".npy":
             total, height, width, _ = _array(file, where).shape

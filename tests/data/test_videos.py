@@ -59,8 +59,8 @@ def test_the_times_of_a_gif_are_read_again_only_if_the_file_has_changed(tmp_path
     )
     for count in (2, 3):
         frames[0].save(file, save_all=True, append_images=frames[1:count], duration=100)
-        for _ in range(3):  # where the prompt is read, expanded, and used
-            assert open_video("v.gif", tmp_path, 2.0, None, "row 1").total == count
+        for number in (1, 1, 2):  # a row is used several times, and several rows have the file
+            assert open_video("v.gif", tmp_path, 2.0, None, f"row {number}").total == count
     assert len(reads) == 2
 
 
