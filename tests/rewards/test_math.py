@@ -71,6 +71,10 @@ NOT_THE_SAME = [
     ("0=1", "0=2"),
     ("2x=5", "2x=6"),
     (r"\sqrt{2x-5}=3", r"2\sqrt{2x-5}=7"),
+    # x = 3 and x = 5 are test points: one solves both equations, only the first, or every point solves both
+    (r"\sqrt{2x-5}=1", "2x-5=1"),
+    (r"\sqrt{2x-5}=1", r"2\sqrt{2x-5}=3"),
+    (r"\sqrt{2x-5}=\sqrt{2x-5}", r"x-x=0"),
     ("2x>4", "-2x>-4"),
     ("0.0000003", "0.0000004"),
     ("1/20!", "1/21!"),
@@ -144,6 +148,8 @@ RIGHT = [
     (r"\frac{d}{d+1}", r"1-\frac{1}{d+1}"),
     (r"\frac14\ln 3", r"\ln 3/4"),
     (r"\sqrt{2x-5}=3", r"2\sqrt{2x-5}=6"),
+    (r"\sqrt{2x-5}=1", r"2\sqrt{2x-5}=2"),  # x = 3 is a test point, and so is x = 5
+    (r"\sqrt{2x-5}=\sqrt5", r"2\sqrt{2x-5}=2\sqrt5"),
     (r"\frac{\lg 3}{\lg 2}", r"\lg 3/\lg 2"),
     ("25", r"\text{twenty-five}"),
     ("1250000", "one million two hundred and fifty thousand"),

@@ -235,14 +235,17 @@ def proportional(first: Node, second: Node, positive: bool) -> bool:
 
 def _is_multiple(first: Node, second: Node, names: list[str], base: float | None, positive: bool) -> bool:
     ratios, least = [], 0
-    for left, right, digits in _values(first, second, names, base, _ENOUGH + 1):  # the first ratio is the factor
-        if not left or not right:  # 0 at an arbitrary point: an identity, which equals no other equation
+    for left, right, digits in _values(first, second, names, base, _ENOUGH + 1):
+        if not left and not right:  # the point solves both equations
+            continue
+        if not left or not right:
             return False
         ratios.append(left / right)
         least = min(least or digits, digits)
     ctx = context(least or DIGITS)
     ratios = [ctx.convert(ratio) for ratio in ratios]
-    if not ratios or any(ctx.isinf(ratio) or ctx.isnan(ratio) for ratio in ratios):
+    # The first ratio is the factor. An equation that every point solves has no ratios; it is a multiple of no other.
+    if len(ratios) <= _ENOUGH or any(ctx.isinf(ratio) or ctx.isnan(ratio) for ratio in ratios):
         return False
     if not all(near(ratio, ratios[0], least) for ratio in ratios):
         return False
