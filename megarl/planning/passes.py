@@ -306,9 +306,9 @@ class ModelPass:
     def _tensor(self, share: Share, passes: float, *, train: bool) -> Cost:
         """Return the cost of an all-reduce after each mixer and each dense MLP, and of all-reduces of the gradients of
         their inputs; with sp, of a gather before and a scatter after them, and of the reverse."""
-        facts, tp, split = self.facts, self.parallel.tp, self._split_residual > 1
+        facts, tp, cp, split = self.facts, self.parallel.tp, self.parallel.cp, self._split_residual > 1
         hidden, forwards = facts.hidden, 1 + (train and passes == 4)
-        parts = [(m.projected_elements(hidden), m.copied_elements(), n) for m, n in facts.mixer_counts.items()]
+        parts = [(m.projected_elements(hidden, cp), m.copied_elements(), n) for m, n in facts.mixer_counts.items()]
         # `_experts` counts what layers with experts send
         parts.append(((hidden,), (), facts.layers - facts.copies["router"]))
         elements = steps = 0
@@ -321,7 +321,7 @@ class ModelPass:
                 sent += (*inputs, hidden, *projected) if split else 2 * inputs
             elements += count * sum(sent)
             steps += count * len(sent)
-        nbytes = elements / self._stages * (tp - 1) / tp * share.tokens / self.parallel.cp * self._element
+        nbytes = elements / self._stages * (tp - 1) / tp * share.tokens / cp * self._element
         seconds = self._links.ring(nbytes, tp, steps=steps / self._stages, sums=not split)
         return Cost("T4", "tensor and sequence parallel", seconds, nbytes)
 

@@ -187,15 +187,16 @@ def test_tensor_parallel_ranks_sum_twice_in_a_layer_and_direction(sp, sums):
 
 
 @pytest.mark.parametrize(
-    ("rank", "sp", "train", "sent", "rings"),
+    ("rank", "cp", "sp", "train", "sent", "rings"),
     [
-        (256, False, False, 2 * 1024, 2),
-        (256, False, True, 2 * 1024 + 2 * (256 + 128 + 64), 2 + 6),
-        (None, False, True, 2 * 1024 + 2 * (1024 + 128 + 64), 2 + 6),
-        (256, True, True, 2 * (256 + 128 + 64 + 1024) + 256 + 128, 4 + 4 + 2),
+        (256, 1, False, False, 2 * 1024, 2),
+        (256, 1, False, True, 2 * 1024 + 2 * (256 + 128 + 64), 2 + 6),
+        (256, 2, False, True, 2 * 1024 + 2 * (256 + 2 * 128 + 64), 2 + 6),
+        (None, 1, False, True, 2 * 1024 + 2 * (1024 + 128 + 64), 2 + 6),
+        (256, 1, True, True, 2 * (256 + 128 + 64 + 1024) + 256 + 128, 4 + 4 + 2),
     ],
 )
-def test_ranks_that_share_latents_exchange_these_and_not_their_hidden_states(rank, sp, train, sent, rings):
+def test_ranks_that_share_latents_exchange_these_and_not_their_hidden_states(rank, cp, sp, train, sent, rings):
     """T4: what ranks send per token and layer for latent attention, as tests/planning/test_collectives.py counts it."""
     sizes = {"heads": 16, "q_rank": rank, "kv_rank": 128, "nope": 64, "rope": 64, "value": 64}
     latent = MLA(**sizes, scale=1.0, eps=1e-6, interleaved=True)
@@ -204,10 +205,10 @@ def test_ranks_that_share_latents_exchange_these_and_not_their_hidden_states(ran
     links, given = replace(H100, node_gb_s=1e30), replace(IDEAL, node_hop_us=1e6)
     both = []
     for each in (facts, DENSE):
-        made = model(each, tp=4, sp=sp, given=given, hardware=links)
+        made = model(each, tp=4, cp=cp, sp=sp, given=given, hardware=links)
         both.append(part(made.update(SHARE, 1, 1) if train else made.forward(SHARE), "T4"))
     usual = 2 if not train else 4 if not sp else 5  # rings of hidden states for other attention
-    ring = DENSE.layers * 3 / 4 * 64 * 1024 * 2
+    ring = DENSE.layers * 3 / 4 * 64 * 1024 * 2 / cp
     assert both[0].bytes - both[1].bytes == pytest.approx(ring * (sent - usual * 1024))
     micro = made.micro_batches(SHARE)
     assert both[0].seconds - both[1].seconds == pytest.approx(micro * DENSE.layers * 3 * (rings - usual))

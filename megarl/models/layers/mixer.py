@@ -67,21 +67,23 @@ class Mixer(ABC):
         """
         return 0.0
 
-    def projected_elements(self, hidden: int) -> tuple[int, ...]:
-        """Return the elements per token of each input of the projections whose outputs tensor parallelism splits.
+    def projected_elements(self, hidden: int, cp: int) -> tuple[int, ...]:
+        """Return the elements of each input of the projections whose outputs tensor parallelism splits, per token that
+        a context-parallel rank holds.
 
-        Ranks sum the gradients of these inputs. Under sequence parallelism they gather the inputs, in the backward pass
-        again.
+        Tensor-parallel ranks sum the gradients of these inputs. Under sequence parallelism they gather the inputs, in
+        the backward pass again.
 
         Args:
             hidden: width of the layer's input.
+            cp: context-parallel ranks, of which each holds 1 / cp of the tokens.
         """
         return (hidden,)
 
     def copied_elements(self) -> tuple[int, ...]:
-        """Return the elements per token of each tensor that all tensor-parallel ranks use whole and that enters no
-        split projection, such as a rope key. Ranks sum its gradients. Under sequence parallelism they gather it in the
-        forward pass only."""
+        """Return the elements, per token that a context-parallel rank holds, of each tensor that all tensor-parallel
+        ranks use whole and that enters no split projection, such as a rope key. Ranks sum its gradients. Under sequence
+        parallelism they gather it in the forward pass only."""
         return ()
 
     def gathered_elements(self, tp: int, cp: int) -> float:

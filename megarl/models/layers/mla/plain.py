@@ -91,10 +91,10 @@ class MLA(Mixer):
         """Return `cached` for every rank, because all heads read the same latent."""
         return float(self.cached)
 
-    def projected_elements(self, hidden: int) -> tuple[int, ...]:
-        """Return the widths of the latent of queries (the hidden size if there is none) and of that of keys and
-        values."""
-        return self.q_rank or hidden, self.kv_rank
+    def projected_elements(self, hidden: int, cp: int) -> tuple[int, ...]:
+        """Return the widths of the latent of queries (the hidden size if there is none) and of that of keys and values,
+        which every context-parallel rank expands for the tokens of all `cp` ranks."""
+        return self.q_rank or hidden, self.kv_rank * cp
 
     def copied_elements(self) -> tuple[int, ...]:
         """Return the width of the rope key, which all heads share."""
