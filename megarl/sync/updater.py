@@ -156,8 +156,12 @@ class WeightSync:
         self, run_dir: Path, names: dict[int, str], addresses: dict[str, str], ranks: Sequence[Coordinate]
     ) -> Transport:
         limit = self.config.timeout_s
+        if self.transport_name in ("shards", "distributed"):
+            # Only to refuse a name that stands for every interface: servers get the name itself, because they may
+            # resolve it to another address.
+            address_of(self.config.address, "sync.address")
         if self.transport_name == "shards":
-            machines, address = place_of_store(address_of(self.config.address, "sync.address"), self.world)
+            machines, address = place_of_store(self.config.address, self.world)
             colocated, wire = self.receivers.colocated, str(self.dtype).removeprefix("torch.")
             gpus = self.world.all_gather_json(device_name(device())) if colocated else None
             shards = own_shards(self.chunks, self.table, ranks, machines, wire, gpus)
@@ -166,7 +170,7 @@ class WeightSync:
         if self.transport_name == "tensor":
             return TensorTransport(self.plan, device(), limit)
         if self.transport_name == "distributed":
-            return DistributedTransport(device(), limit, address_of(self.config.address, "sync.address"))
+            return DistributedTransport(device(), limit, self.config.address)
         if self.transport_name == "delta":
             relays, key, process = relays_of_all(
                 set(self.plan.hosts), names, addresses, self.config, run_dir, self.world

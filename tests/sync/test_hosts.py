@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megarl.config.sync import SyncConfig
 from megarl.rollout.sglang.receiver import OWN_GPUS, SPREAD
 from megarl.sync import hosts as of_sync
+from megarl.sync import updater
 from megarl.sync.hosts import choose_transport, host_of
 from megarl.sync.shards import machine
 from megarl.sync.updater import WeightSync
@@ -130,6 +132,22 @@ def test_weights_are_not_offered_on_every_interface(monkeypatch, transport):
     sync.config, sync.transport_name = SyncConfig(address="every.interface"), transport
     with pytest.raises(ConfigError, match=r"sync\.address: no part of a run may listen on every interface"):
         sync._make_transport(Path(), {}, {}, [])
+
+
+@pytest.mark.parametrize("transport", ["shards", "distributed"])
+def test_servers_get_the_name_of_the_recipe_which_they_may_resolve_to_another_address(monkeypatch, transport):
+    passed: list[str | None] = []
+    monkeypatch.setattr(updater, "place_of_store", lambda address, world: passed.append(address) or ([], address))
+    monkeypatch.setattr(updater, "own_shards", lambda *_: [])
+    monkeypatch.setattr(updater, "ShardTransfer", lambda *given: passed.append(given[-1]))
+    monkeypatch.setattr(updater, "DistributedTransport", lambda *given: passed.append(given[-1]))
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "10.0.0.1")
+    sync: Any = WeightSync.__new__(WeightSync)
+    sync.config, sync.transport_name, sync.world = SyncConfig(address="trainer"), transport, None
+    sync.chunks, sync.table, sync.dtype, sync.run = [], {}, "torch.float32", "run"
+    sync.receivers = SimpleNamespace(colocated=False)
+    sync._make_transport(Path(), {}, {}, [])
+    assert set(passed) == {"trainer"}
 
 
 def no_way(host: str) -> str:
