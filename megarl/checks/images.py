@@ -14,8 +14,12 @@ from megarl.system.errors import ConfigError
 _NAME = "images"
 
 
-def check_images(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Check that the model of a recipe with images can see them, and that engine and layout support it."""
+def check_images(config: RunConfig, facts: ModelFacts | None, checks: Checklist, *, here: bool = True) -> None:
+    """Check that the model of a recipe with images can see them, and that engine and layout support it.
+
+    Args:
+        here: whether this machine is one of the run's, so that its interpreter of servers must read images.
+    """
     checks = checks.of(_NAME)
     key, encoder = config.data.image_key, None if facts is None else facts.encoder
     if config.data.video_key is not None and config.has_lanes:
@@ -43,7 +47,7 @@ def check_images(config: RunConfig, facts: ModelFacts | None, checks: Checklist)
         _check_numbers(config, encoder, facts.vocab, checks)
     before = len(checks.items)
     if encoder is not None:
-        family_of(config).check_images(config, encoder, checks)
+        family_of(config).check_images(config, encoder, checks, here=here)
     fits = len(checks.items) == before
     if facts is not None and encoder is not None and _deep_layers_fit(config, facts, checks) and fits:
         checks.ok(f"{encoder.model_type}, {facts.visual_parameters:,} parameters of its encoder")

@@ -138,7 +138,7 @@ def check_config(
     if job != "sft":
         family_of(config).check(config, placement, facts, checks, launcher, here=here)
     check_job(config, job, checks)
-    _check_parts(config, job, facts, placement, checks)
+    _check_parts(config, job, facts, placement, checks, here=here)
     check_tasks(config, placement, checks, starts=starts and launcher != "ray")
     _check_texts(config, facts, job, roles, checks)
     if machine is not None and launcher != "ray" and (starts or config.cluster.device_memory_gb is None):
@@ -180,7 +180,13 @@ def _check_learning(
 
 
 def _check_parts(
-    config: RunConfig, job: str, facts: ModelFacts | None, placement: Placement | None, checks: Checklist
+    config: RunConfig,
+    job: str,
+    facts: ModelFacts | None,
+    placement: Placement | None,
+    checks: Checklist,
+    *,
+    here: bool,
 ) -> None:
     """Check several policies, adapters, draft head, shared prefixes, replay of routes and of kept tokens, images, and
     the folders of the checkpoint and of the run.
@@ -192,7 +198,7 @@ def _check_parts(
         checks.of(role).from_error(prefix_problem(config, facts, role))
     check_routes(config, facts, checks.of("rollout"))
     check_kept_tokens(config, checks.of("rollout"))
-    check_images(config, facts, checks)
+    check_images(config, facts, checks, here=here)
     check_places(config, checks)
 
 

@@ -176,8 +176,8 @@ class EngineFamily:
             here: whether to check this machine's GPUs and packages too, because the run may be on it.
         """
 
-    def check_images(self, config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
-        """Check that the engine supports images with this vision encoder."""
+    def check_images(self, config: RunConfig, encoder: VisionEncoder, checks: Checklist, *, here: bool = True) -> None:
+        """Check that the engine supports images with this vision encoder. `here`: as in `check`."""
 
     def check_receiver(self, config: RunConfig, team: TeamPlan, checks: Checklist) -> None:
         """Check that the engine of a separate rollout team can receive the actor's weights."""

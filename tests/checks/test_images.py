@@ -90,6 +90,18 @@ def test_an_interpreter_that_cannot_read_images_is_named_on_a_machine_with_gpus(
     assert any("lacks torchvision" in message for _, message in failed(python, *GPUS))
 
 
+def test_an_interpreter_that_cannot_read_images_is_only_warned_of_on_a_machine_that_is_not_the_runs(
+    python: Path, tmp_path: Path, monkeypatch
+) -> None:
+    shutil.rmtree(tmp_path / "lib/python3.11/site-packages/torchvision-0.28.0.dist-info")
+    config = load_config("grpo_shapes_quickstart", [*PUBLISHED, f"rollout.sglang.python={python}"])
+    items = check_config(config, here=False).items
+    assert [check.status for check in items if "lacks torchvision" in check.message] == ["warn"]
+    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not any("lacks torchvision" in message for _, message in failed(python, *GPUS))
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from megarl.checks.checklist import Checklist
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
 from megarl.config.rollout import RolloutConfig
@@ -159,6 +160,16 @@ def test_an_address_that_nobody_knows_is_told(warned, on, name) -> None:
     (check,) = warned(*on, f"sync.address={name}")
     assert (check.key, check.found) == ("sync.address", name)
     assert "cannot resolve this address" in check.message
+
+
+def test_a_name_that_stands_for_every_interface_is_refused_where_the_run_starts(config_of, on, monkeypatch) -> None:
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [("known",)])
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "0.0.0.0")
+    config = config_of(*on, "sync.address=every.interface")
+    for here in (True, False):
+        checks = Checklist(name="servers")
+        server_checks._check_address(config, checks, here=here)
+        assert [check.key for check in checks.items if check.status == "fail"] == ["sync.address"] * here
 
 
 def test_a_key_of_other_servers_is_told(warned, on) -> None:

@@ -28,7 +28,7 @@ from megarl.system.compat.cuda import check_same_nccl, driver_problem, toolkit_p
 from megarl.system.compat.sglang import find_python, install_fix, sglang_version
 from megarl.system.errors import ConfigError, count
 from megarl.system.imports import installed_version
-from megarl.system.processes import is_every_interface, nvidia_devices
+from megarl.system.processes import address_of, is_every_interface, nvidia_devices
 
 if TYPE_CHECKING:
     from megarl.checks.checklist import Checklist
@@ -83,6 +83,7 @@ def check_servers(
     _check_abilities(config, checks)
     check_colocated(config, checks)
     check_adapters(config, facts, checks)
+    _check_address(config, checks, here=here)
     _check_sync(config, checks)
 
 
@@ -151,26 +152,32 @@ def _check_interpreter(config: RunConfig, checks: Checklist, *, here: bool) -> N
         broadcast = config.sync.transport == "distributed" or (
             config.sync.transport in ("auto", "shards") and not servers.colocated
         )
-        if here and nvidia_devices() and not _hides_gpus():
+        if here and _has_gpus():
             _check_cuda(config, python, checks)
             if broadcast:  # broadcasts to GPU servers use NCCL, whose versions must be equal
                 check_same_nccl(python)
     except ConfigError as error:
-        # A run that is for another machine gets a warning only: that machine may have another interpreter.
-        if not here or (config.cluster.device_memory_gb is not None and not nvidia_devices()):
+        if _starts_elsewhere(config, here=here):
             checks.warn("rollout.sglang.python", f"on this machine: {error.what}", fix=error.fix)
         else:
             checks.from_error(error)
 
 
-def _hides_gpus() -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+def _starts_elsewhere(config: RunConfig, *, here: bool) -> bool:
+    """Return whether servers start on another machine, which may have another interpreter: the run does, or the recipe
+    is for GPUs and this machine has none. Then a problem with the interpreter on this machine is a warning only."""
+    return not here or (config.cluster.device_memory_gb is not None and not _has_gpus())
+
+
+def _has_gpus() -> bool:
+    """Return whether this machine has GPUs and `CUDA_VISIBLE_DEVICES` does not hide all of them."""
+    return nvidia_devices() > 0 and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
 
 
 def _needs_cuda(config: RunConfig) -> bool | None:
     """Return True if servers need an interpreter for GPUs, and None if they may have one of either kind."""
     # A recipe for GPUs needs GPU servers, also in a dry run on a machine without GPUs.
-    return True if config.cluster.device_memory_gb is not None or (nvidia_devices() and not _hides_gpus()) else None
+    return True if config.cluster.device_memory_gb is not None or _has_gpus() else None
 
 
 def _check_cuda(config: RunConfig, python: Path, checks: Checklist) -> None:
@@ -625,10 +632,12 @@ def _check_shards(config: RunConfig, checks: Checklist) -> None:
             )
 
 
-def _check_sync(config: RunConfig, checks: Checklist) -> None:
-    """Check that the tensors sent to servers are in the form that servers and checksums expect."""
-    sync, model = config.sync, config.model.dtype
-    if sync.address is not None and is_every_interface(sync.address):
+def _check_address(config: RunConfig, checks: Checklist, *, here: bool) -> None:
+    """Check the address from which weights are sent; whether a name resolves to every interface only if `here`."""
+    sync = config.sync
+    if sync.address is None:
+        return
+    if is_every_interface(sync.address):
         checks.fail(
             "sync.address",
             "this address stands for every interface, and weights must be sent from one",
@@ -636,7 +645,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
             allowed="the address of one interface, or null",
             fix="set sync.address=null",
         )
-    elif sync.address is not None and config.cluster.nnodes > 1:
+    elif config.cluster.nnodes > 1:
         checks.fail(
             "sync.address",
             f"the trainer runs on {config.cluster.nnodes} machines, which cannot have the same address",
@@ -644,15 +653,22 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
             allowed="null with cluster.nnodes > 1",
             fix="set sync.address=null, so that every sender uses the address of its interface that reaches the server",
         )
-    elif (
-        sync.address is not None and sync.transport in ("auto", "distributed", "shards") and not _is_known(sync.address)
-    ):
-        checks.warn(
-            "sync.address",
-            "this machine cannot resolve this address",
-            found=sync.address,
-            fix="set sync.address=null, which selects the address of the interface that reaches the server",
-        )
+    elif sync.transport in ("auto", "distributed", "shards"):
+        if not _is_known(sync.address):
+            checks.warn(
+                "sync.address",
+                "this machine cannot resolve this address",
+                found=sync.address,
+                fix="set sync.address=null, which selects the address of the interface that reaches the server",
+            )
+        elif here:
+            with checks.recorded():
+                address_of(sync.address, "sync.address")
+
+
+def _check_sync(config: RunConfig, checks: Checklist) -> None:
+    """Check that the tensors sent to servers are in the form that servers and checksums expect."""
+    sync, model = config.sync, config.model.dtype
     dtype = config.rollout_dtype
     sent = model if sync.dtype == "model" else sync.dtype
     _check_pause(config, checks)
@@ -687,7 +703,7 @@ _PATCH_VALUES = 1176
 _MIXTURE_BLOCKS = 3
 
 
-def check_images(config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
+def check_images(config: RunConfig, encoder: VisionEncoder, checks: Checklist, *, here: bool = True) -> None:
     """Check that servers can generate from images with this vision encoder."""
     _check_encoder(config.rollout.sglang, encoder, checks)
     if config.data.video_key is not None:
@@ -707,9 +723,8 @@ def check_images(config: RunConfig, encoder: VisionEncoder, checks: Checklist) -
             allowed=f"{off} if SGLang servers get images",
             fix=f"set {key}={off}, or rollout.engine=embedded",
         )
-    # A recipe for GPUs on a machine without GPUs is for another machine, which may have another interpreter.
-    if not config.rollout.sglang.urls and (config.cluster.device_memory_gb is None or nvidia_devices()):
-        _check_torchvision(config, checks)
+    if not config.rollout.sglang.urls:
+        _check_torchvision(config, checks, here=here)
 
 
 def _check_encoder(servers: SGLangConfig, encoder: VisionEncoder, checks: Checklist) -> None:
@@ -734,19 +749,19 @@ def _check_encoder(servers: SGLangConfig, encoder: VisionEncoder, checks: Checkl
     _check_divides("tp_size", servers.tp_size, math.gcd(encoder.heads, encoder.ffn), evenly, checks)
 
 
-def _check_torchvision(config: RunConfig, checks: Checklist) -> None:
+def _check_torchvision(config: RunConfig, checks: Checklist, *, here: bool) -> None:
     """Check that the servers' interpreter can read images; other checks report a missing interpreter."""
     try:
         python = find_python(config.rollout.sglang.python, cuda=_needs_cuda(config))
     except ConfigError:
         return
-    if version_in(python, "torchvision") is None:
-        checks.fail(
-            "rollout.sglang.python",
-            "the servers' interpreter lacks torchvision, which reads images",
-            found=str(python),
-            fix=install_fix(),
-        )
+    if version_in(python, "torchvision") is not None:
+        return
+    key, reason = "rollout.sglang.python", "the servers' interpreter lacks torchvision, which reads images"
+    if _starts_elsewhere(config, here=here):
+        checks.warn(key, f"on this machine: {reason}", found=str(python), fix=install_fix())
+    else:
+        checks.fail(key, reason, found=str(python), fix=install_fix())
 
 
 _CONNECT_S = 2.0

@@ -64,11 +64,11 @@ class SglangFamily(EngineFamily):
 
         check_servers(config, placement, facts, checks, launcher, here=here)
 
-    def check_images(self, config: RunConfig, encoder: VisionEncoder, checks: Checklist) -> None:
+    def check_images(self, config: RunConfig, encoder: VisionEncoder, checks: Checklist, *, here: bool = True) -> None:
         """Check that the servers can generate from images with this vision encoder."""
         from megarl.rollout.sglang.checks import check_images
 
-        check_images(config, encoder, checks)
+        check_images(config, encoder, checks, here=here)
 
     def silent_servers(self, config: RunConfig) -> str | None:
         """Return a warning about addresses of `rollout.sglang.urls` that accept no connection now; None when all do."""
