@@ -54,3 +54,11 @@ def test_a_key_that_never_comes_is_an_error_with_rank_phase_and_deadline():
         store.get("never")
     text = "rank 3 of the world timed out waiting for never in the store, in phase probe (deadline 0.2 s, cluster.time"
     assert str(raised.value).startswith(text)
+
+
+def test_waits_without_the_key_print_nothing_and_a_late_key_is_seen(capfd):
+    _server, store = served(5)
+    assert not store.has("late", 0.1)
+    threading.Timer(0.1, lambda: store.set("late", "value")).start()
+    assert store.has("late", 5)
+    assert capfd.readouterr().err == ""
