@@ -170,7 +170,7 @@ def test_differences_are_named():
 
 def test_old_versions_and_interrupted_writes_go(tmp_path):
     # version 9 is of the run before it was resumed from step 4
-    for name in ("v00000003", "v00000004", "v00000005", "v00000009", ".v00000005.partial", "other"):
+    for name in ("v00000003", "v00000004", "v00000005", "v00000009", ".v00000005.partial", ".v00000004.old-7", "other"):
         (tmp_path / name).mkdir()
     remove_old(tmp_path, 5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "v00000004", "v00000005"]
