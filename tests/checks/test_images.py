@@ -14,7 +14,6 @@ from megarl.config.load import load_config
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang import checks as server_checks
 from megarl.rollout.sglang import server_places
-from megarl.system.compat.sglang import TESTED
 from tests.models.vlm_tiny import config_of
 
 #: Patches of 14 pixels, as servers want them.
@@ -31,19 +30,6 @@ def no_gpu(monkeypatch) -> None:
     """The same checks on any machine."""
     for checks in (server_checks, server_places):
         monkeypatch.setattr(checks, "nvidia_devices", lambda: 0)
-
-
-@pytest.fixture
-def python(tmp_path: Path) -> Path:
-    """An interpreter that says it has the tested sglang, and has torchvision."""
-    file = tmp_path / "bin/python"
-    (tmp_path / "lib/python3.11/site-packages/torchvision-0.28.0.dist-info").mkdir(parents=True)
-    metadata = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n"
-    (tmp_path / "lib/python3.11/site-packages/torchvision-0.28.0.dist-info/METADATA").write_text(metadata)
-    file.parent.mkdir()
-    file.write_text(f"#!/bin/sh\necho {TESTED}\n")
-    file.chmod(0o755)
-    return file
 
 
 def failed(python: Path, *overrides: str) -> list[tuple[str, str]]:
