@@ -81,10 +81,11 @@ class AdapterSync(WeightSync):
         if not agreed:
             return SyncReport(self.version, self.transport_name)
         before = {number: self.receivers.all[number].version for number in agreed}
-        lacking = self._lacking(agreed)
-        with adapters_off(self.chunks):
-            base = super()._sync(lambda receiver: receiver.number in lacking)
-        self.sender.release()  # later updates need no buckets
+        base = SyncReport(self.version, self.transport_name)
+        if lacking := self._lacking(agreed):  # the same receivers on every rank
+            with adapters_off(self.chunks):
+                base = super()._sync(lambda receiver: receiver.number in lacking)
+            self.sender.release()  # later updates need no buckets
         report = SyncReport(self.version, self.transport_name, to_probe=base.to_probe)
         with phase("weight_sync"):
             self._send_adapters([number for number in agreed if number not in base.failed], before, report)
